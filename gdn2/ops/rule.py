@@ -1,0 +1,117 @@
+"""Gated Delta Rule-2, the operator of the package (Eqs. 9, 10):
+
+    S_t = (I − k_t (b_t ⊙ k_t)ᵀ) Diag(exp g_t) S_{t−1} + k_t (w_t ⊙ v_t)ᵀ,     o_t = scale · S_tᵀ q_t.
+
+`gated_delta_rule` runs whole sequences, `gated_delta_step` a token or a few from a state.
+"""
+
+import torch
+from torch import Tensor
+
+from gdn2.ops.arguments import (
+    CHUNK_SIZES,
+    SOLVE_PRECISIONS,
+    check_decay,
+    check_operands,
+    check_state,
+    new_state,
+    require,
+)
+from gdn2.ops.backends import choose
+from gdn2.ops.chunk_op import chunk_forward
+from gdn2.ops.chunks import sequence_lengths
+from gdn2.ops.packing import check_cu_seqlens
+from gdn2.ops.reference import packed_token_loop, token_loop
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    chunk_size: int = 64,
+    recompute: bool = True,
+    solve_precision: str = "ieee",
+) -> tuple[Tensor, Tensor | None]:
+    """Run Gated Delta Rule-2 over sequences; returns the output and, if asked, the final state.
+
+    Args:
+        q, k: queries and keys [B, T, H, d_k]; H divides v's heads, key head i serves value heads i·G … i·G + G − 1.
+        v: values [B, T, H_v, d_v].
+        g: log-decay ≤ 0 [B, T, heads, d_k or 1], kept in fp32; its heads divide v's. Positive entries raise where the
+            operands lie on a CPU; on a GPU the values are not read, since that would wait for the device.
+        b: erase gate [B, T, heads, d_k or 1], heads dividing v's; None erases nothing and skips the triangular system.
+        w: write gate [B, T, H_v, d_v or 1]; None writes the whole value.
+        scale: factor of the output, d_k^-0.5 by default.
+        initial_state: [N, H_v, d_k, d_v], fp32 (fp64 for fp64 operands); N is B, or the number of packed sequences.
+        output_final_state: return the state after the last token, with gradients, instead of None.
+        cu_seqlens: [N + 1] cumulative lengths of sequences packed in a batch of one; the state restarts at each.
+        backend: "auto", "triton", "torch" or "reference" (the token loop).
+        chunk_size: tokens per chunk: 16, 32, 64 or 128.
+        recompute: recompute the chunks' matrices in the backward instead of keeping them.
+        solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is always "ieee".
+    """
+    check_operands(q, k, v, g, b, w)
+    require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
+    known = solve_precision in SOLVE_PRECISIONS
+    require(known, "solve_precision", repr(solve_precision), f"one of {SOLVE_PRECISIONS}")
+    backend = choose(backend, q.device)
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device)
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        check_state("initial_state", initial_state, sequences, q, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+    if backend == "reference":
+        check_decay(g)
+        S = new_state(q, v, sequences) if initial_state is None else initial_state
+        if cu_seqlens is None:
+            o, final = token_loop(q, k, v, g, b, w, scale, S)
+        else:
+            lengths = sequence_lengths(cu_seqlens, 1, q.shape[1])
+            o, final = packed_token_loop(q, k, v, g, b, w, scale, S, lengths)
+        return o, final if output_final_state else None
+
+    operands = [x for x in (q, k, v, g, b, w, initial_state) if x is not None]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    keep = "nothing" if not differentiable else "states" if recompute else "matrices"
+    o, final, *_ = chunk_forward(
+        q, k, v, g, b, w, initial_state, cu_seqlens, scale, chunk_size, keep
+    )
+    return o, final if output_final_state else None
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: Tensor,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decode one token or a few [B, T, …] from `state`; returns output and new state.
+
+    Operands as in `gated_delta_rule`. With `inplace` the given state is overwritten and returned, which gradients
+    do not survive.
+    """
+    check_operands(q, k, v, g, b, w)
+    check_state("state", state, q.shape[0], q, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if inplace:
+        with torch.no_grad():
+            return token_loop(q, k, v, g, b, w, scale, state, inplace=True)
+    return token_loop(q, k, v, g, b, w, scale, state)
