@@ -4,15 +4,20 @@ Lengths of packed sequences are values, which a compiler does not know. Everythi
 therefore sized by a bound that depends on shapes alone: N sequences of L tokens have at most L // C + N chunks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from gdn2.ops import pipeline
 from gdn2.ops.arguments import check_decay, new_state, state_dtype
-from gdn2.ops.chunkwise import Operands
 from gdn2.ops.chunks import sequence_lengths
+from gdn2.ops.chunkwise import Operands, key_side_heads
+from gdn2.ops.flops import rule_backward_flops, rule_flops
+
+Shape = Sequence[int]
 
 
 @torch.library.custom_op("gdn2::chunk_forward", mutates_args=())
@@ -109,6 +114,35 @@ def _(
     return *grads, d_final.new_empty(d_final.shape)  # type: ignore[return-value]
 
 
+@register_flop_formula(torch.ops.gdn2.chunk_forward)
+def _forward_flops(
+    q: Shape, k: Shape, v: Shape, g: Shape, b: Shape | None, *rest: Any, **_: Any
+) -> int:
+    heads, chunk_size = key_side_heads(k, g, b), rest[4]
+    width = v[2] * v[3] // heads
+    return int(q[0] * q[1] * heads * rule_flops(k[3], width, chunk_size, b is not None))
+
+
+@register_flop_formula(torch.ops.gdn2.chunk_backward)
+def _backward_flops(
+    do: Shape,
+    final: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    g: Shape,
+    b: Shape | None,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    A_qk, chunk_size = rest[3], rest[6]
+    heads = key_side_heads(k, g, b)
+    width = v[2] * v[3] // heads
+    recompute = 0 in A_qk
+    per_token = rule_backward_flops(k[3], width, chunk_size, b is not None, recompute)
+    return int(q[0] * q[1] * heads * per_token)
+
+
 def pack(
     q: Tensor,
     k: Tensor,
@@ -120,7 +154,7 @@ def pack(
 ) -> Operands:
     """Lay batch and length on one axis of packed tokens."""
     flat = [None if x is None else x.flatten(0, 1) for x in (q, k, v, g, b, w)]
-    return Operands(*flat, scale)  # type: ignore[arg-type]
+    return Operands(*flat, scale)  # type: ignore[call-arg, arg-type]
 
 
 def kept_tensors(x: Operands, sequences: int, size: int, keep: str) -> pipeline.Saved:
@@ -144,8 +178,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, do: Tensor, d_final: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, scale, chunk_size = *ctx.saved_tensors, ctx.scale, ctx.chunk_size
-    grads = chunk_backward(do, d_final, *tensors, scale, chunk_size)
+    tensors = ctx.saved_tensors
+    grads = chunk_backward(do, d_final, *tensors, ctx.scale, ctx.chunk_size)
     present = [x is not None for x in tensors[:6]] + [ctx.has_state]
     return *(d if p else None for d, p in zip(grads, present, strict=True)), *[None] * 4
 

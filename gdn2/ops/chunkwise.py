@@ -15,6 +15,8 @@ value, since nothing in a chunk mixes value channels.
 Shapes: M chunks, H key-side heads, C tokens, n readers; d_v counts the columns of all value heads of a key head.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -47,8 +49,13 @@ class Operands(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Key-side heads: the fewest that q and k, g and b can all be repeated to."""
-        return lcm(self.k.shape[1], self.g.shape[1], 1 if self.b is None else self.b.shape[1])
+        """Key-side heads; all value heads of one share its scores."""
+        return key_side_heads(self.k.shape, self.g.shape, None if self.b is None else self.b.shape)
+
+
+def key_side_heads(k: Sequence[int], g: Sequence[int], b: Sequence[int] | None) -> int:
+    """The fewest heads that keys, decay and erase gate can all be repeated to, from their shapes."""
+    return lcm(k[-2], g[-2], 1 if b is None else b[-2])
 
 
 class Factors(NamedTuple):
@@ -171,8 +178,7 @@ def scan_reverse(
 
 def steps(chunks: ChunkTable) -> list[tuple[int, int]]:
     """Range of chunks of each step of the scan."""
-    offsets = chunks.offsets
-    return list(zip(offsets[:-1], offsets[1:], strict=True))
+    return list(pairwise(chunks.offsets))
 
 
 def gradient(

@@ -44,7 +44,7 @@ def quarter(X: Tensor, h: int) -> Tensor:
 
 
 def exp_decay(log_decay: Tensor) -> Tensor:
-    """exp of a log-decay, zero instead of subnormal: those cost 35 times as much on a CPU."""
+    """Exp of a log-decay, zero instead of subnormal: those cost 35 times as much on a CPU."""
     return torch.threshold(log_decay, math.log(torch.finfo(log_decay.dtype).tiny), -math.inf).exp_()
 
 
@@ -87,7 +87,7 @@ def shrink_gradient(d_since: Tensor, d_after: Tensor, h: int) -> None:
 def unit_lower_inverse(T: Tensor) -> Tensor:
     """(I + T)⁻¹ of a strictly lower triangular T […, C, C], by block merge (Eq. 21).
 
-    A block's inverse is [[A₁, 0], [−A₂ T₂₁ A₁, A₂]]. Neumann doubling would be cheaper and diverges for correlated keys.
+    A block's inverse is [[A₁, 0], [−A₂ T₂₁ A₁, A₂]]. Neumann doubling is cheaper and diverges for correlated keys.
     """
     size = T.shape[-1]
     A = torch.ones_like(T).diagonal(dim1=-2, dim2=-1)[..., None, None]  # […, C, 1, 1]

@@ -77,10 +77,9 @@ def backward(
 ) -> Gradients:
     """Gradients of all operands, from the gradients of output and final state."""
     table = chunk_table(lengths, size, x.k.device)
-    grads = Gradients(
-        *(torch.empty_like(t) if t is not None else x.q.new_empty(0) for t in x[:6]),
-        state=torch.empty_like(d_final),
-    )
+    operands = (x.q, x.k, x.v, x.g, x.b, x.w)
+    empty = [x.q.new_empty(0) if t is None else torch.empty_like(t) for t in operands]
+    grads = Gradients(*[*empty, torch.empty_like(d_final)])
     dS = fold(d_final.index_select(0, table.order), x.heads)
     for i, j in reversed(segments(table, x.heads * size * x.k.shape[-1], x.k.device)):
         chunks = table.segment(i, j)

@@ -57,7 +57,7 @@ def gated_delta_rule(
         backend: "auto", "triton", "torch" or "reference" (the token loop).
         chunk_size: tokens per chunk: 16, 32, 64 or 128.
         recompute: recompute the chunks' matrices in the backward instead of keeping them.
-        solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is always "ieee".
+        solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is "ieee".
     """
     check_operands(q, k, v, g, b, w)
     require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
