@@ -13,9 +13,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gdn2.ops import pipeline
 from gdn2.ops.arguments import check_decay, new_state, state_dtype
-from gdn2.ops.chunks import sequence_lengths
 from gdn2.ops.chunkwise import Operands, key_side_heads
 from gdn2.ops.flops import rule_backward_flops, rule_flops
+from gdn2.ops.packing import sequence_lengths
 
 Shape = Sequence[int]
 

@@ -7,7 +7,7 @@ lengths, so nothing downstream knows the difference.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -70,11 +70,3 @@ def chunk_table(lengths: list[int], size: int, device: torch.device) -> ChunkTab
         active=tuple(torch.bincount(step, minlength=steps).tolist()),
         order=torch.tensor(order, dtype=torch.long, device=device),
     )
-
-
-def sequence_lengths(cu_seqlens: Tensor | None, batch: int, length: int) -> list[int]:
-    """Lengths of the sequences of a dense or packed batch; reads `cu_seqlens`."""
-    if cu_seqlens is None:
-        return [length] * batch
-    bounds = cu_seqlens.tolist()
-    return [end - start for start, end in pairwise(bounds)]

@@ -65,5 +65,8 @@ def packed_token_loop(
         return [None] * len(lengths) if x is None else list(x.split(lengths, 1))
 
     sequences = zip(*(cut(x) for x in (q, k, v, g, b, w)), state.split(1), strict=True)
-    runs = [token_loop(*operands, scale=scale, state=S) for *operands, S in sequences]
+    runs = [
+        token_loop(q_i, k_i, v_i, g_i, b_i, w_i, scale, S_i)
+        for q_i, k_i, v_i, g_i, b_i, w_i, S_i in sequences
+    ]
     return torch.cat([o for o, _ in runs], 1), torch.cat([S for _, S in runs])

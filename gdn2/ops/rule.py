@@ -19,8 +19,7 @@ from gdn2.ops.arguments import (
 )
 from gdn2.ops.backends import choose
 from gdn2.ops.chunk_op import chunk_forward
-from gdn2.ops.chunks import sequence_lengths
-from gdn2.ops.packing import check_cu_seqlens
+from gdn2.ops.packing import check_cu_seqlens, sequence_lengths
 from gdn2.ops.reference import packed_token_loop, token_loop
 
 

@@ -1,0 +1,85 @@
+"""What the operators share: sequences packed in a batch of one, and the check of an operand.
+
+`cu_seqlens` [N + 1] holds the cumulative lengths: sequence n is tokens cu_seqlens[n] up to, not
+including, cu_seqlens[n + 1]. A length may be zero.
+"""
+
+from collections.abc import MutableMapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Reading offsets off a GPU waits for it, so a tensor that passed once, and has not been written to
+# since, passes again: one wait per batch instead of one per operator and layer.
+_passed: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+
+
+def check_operand(name: str, operand: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError unless the operand is floating point, of this shape and on this device."""
+    if operand.dtype not in FLOATS or tuple(operand.shape) != shape or operand.device != device:
+        raise ValueError(
+            f"{name} is {operand.dtype} {tuple(operand.shape)} on {operand.device}, "
+            f"expected floating point {shape} on {device}"
+        )
+
+
+def check_cu_seqlens(
+    cu_seqlens: Tensor, batch: int, length: int, device: torch.device | None = None
+) -> None:
+    """Raise ValueError unless cu_seqlens packs `length` tokens of a batch of one."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, "
+            "expected int32 or int64 of one dimension"
+        )
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens has {cu_seqlens.shape[0]} entries, expected at least 2")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens was given with a batch of {batch}, expected a batch of 1")
+    if device is not None and cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected {device}")
+    if cu_seqlens.is_meta or torch.compiler.is_compiling():
+        return  # no values to look at
+    if cu_seqlens.is_inference():  # such tensors do not count what is written to them
+        _check_offsets(cu_seqlens.tolist(), length)
+    elif _passed.get(cu_seqlens) != (length, cu_seqlens._version):
+        _check_offsets(cu_seqlens.tolist(), length)
+        _passed[cu_seqlens] = (length, cu_seqlens._version)
+
+
+def _check_offsets(offsets: list[int], length: int) -> None:
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens starts at {offsets[0]}, expected 0")
+    for n, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens falls from {start} to {end} at entry {n + 1}, expected no decrease"
+            )
+    if offsets[-1] != length:
+        raise ValueError(f"cu_seqlens ends at {offsets[-1]}, expected the length {length}")
+
+
+def sequence_lengths(cu_seqlens: Tensor | None, batch: int, length: int) -> list[int]:
+    """Return the lengths of a dense or packed batch; reads, and so checks, the offsets."""
+    if cu_seqlens is None:
+        return [length] * batch
+    offsets = cu_seqlens.tolist()
+    _check_offsets(offsets, length)
+    return [end - start for start, end in pairwise(offsets)]
+
+
+def sequence_ids(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Return the index [length] of the sequence each token belongs to."""
+    tokens = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    # The first end beyond the token: an empty sequence ends where it starts and is passed over.
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+
+
+def positions(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Return the position [length] of each token in its own sequence, from 0."""
+    tokens = torch.arange(length, device=cu_seqlens.device)
+    return tokens - cu_seqlens[sequence_ids(cu_seqlens, length)]
