@@ -1,0 +1,313 @@
+"""Stage three as two kernels: gradients of all operands of a chunk, by the short backward (Eqs. 53–82).
+
+The first works along the value channels: dZ = Aᵀ dR, dV, dW and the score gradients dA_qk = dO Rᵀ, dT = −dZ Rᵀ. The
+second works along the key channels and turns these into dQ, dK, dB and dg. Gradients of scores pass between them
+through memory, since a product's result must not be transposed in registers (a miscompile of Triton before 3.7.1 on
+Hopper); the second kernel loads them both ways.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn2.ops.triton.tiles import (
+    DEEP,
+    decay_sums,
+    level_sums,
+    load_rows,
+    product,
+    quarter,
+    store_rows,
+)
+
+
+@triton.jit
+def gradient_values_kernel(
+    v_ptr, w_ptr, do_ptr, A_ptr, R_ptr, dR_ptr, dv_ptr, dw_ptr, dA_qk_ptr, dT_ptr,
+    start_ptr, length_ptr,
+    H: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr, W_WIDTH: tl.constexpr,
+    R: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dV, dW and the gradients of both score matrices of one chunk; dR is overwritten by dZ.
+
+    Grid: (M · H). dA_qk and dT [M, H, C, C] get their lower blocks only.
+    """
+    i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
+    dtype: tl.constexpr = R_ptr.dtype.element_ty
+    G: tl.constexpr = HV // H
+    rows = tl.arange(0, R)
+    tile = (i_chunk * H + i_head) * (2 * R)
+    square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
+    if ERASE:  # loaded transposed
+        flipped = tile * (2 * R) + rows[None, :] * (2 * R) + rows[:, None]
+        A_11 = tl.load(A_ptr + flipped)
+        A_21 = tl.load(A_ptr + flipped + R * 2 * R)
+        A_22 = tl.load(A_ptr + flipped + R * 2 * R + R)
+    dA_11 = tl.zeros((R, R), ACC)
+    dA_21 = tl.zeros((R, R), ACC)
+    dA_22 = tl.zeros((R, R), ACC)
+    dT_11 = tl.zeros((R, R), ACC)
+    dT_21 = tl.zeros((R, R), ACC)
+    dT_22 = tl.zeros((R, R), ACC)
+    for i_group in range(0, G):
+        i_v = i_head * G + i_group
+        dw_1 = tl.zeros((R,), ACC)
+        dw_2 = tl.zeros((R,), ACC)
+        for first_col in range(0, DV, BV):
+            cols = first_col + tl.arange(0, BV)
+            inside = (cols < DV)[None, :]
+            offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + cols[None, :]
+            below: tl.constexpr = R * G * DV
+            dZ_1 = tl.load(dR_ptr + offset, mask=inside, other=0.0)
+            dZ_2 = tl.load(dR_ptr + offset + below, mask=inside, other=0.0)
+            if ERASE:
+                dR_2 = dZ_2
+                dZ_1 = product(A_11, dZ_1, dtype, PRECISION, ACC) + product(A_21, dR_2, dtype, PRECISION, ACC)
+                dZ_2 = product(A_22, dR_2, dtype, PRECISION, ACC)
+                tl.store(dR_ptr + offset, dZ_1.to(dtype), mask=inside)
+                tl.store(dR_ptr + offset + below, dZ_2.to(dtype), mask=inside)
+            dV_1, dV_2 = dZ_1.to(ACC), dZ_2.to(ACC)
+            if W_WIDTH > 0:
+                V_1 = load_rows(v_ptr, start, rows, length, i_v, HV, DV, cols).to(ACC)
+                V_2 = load_rows(v_ptr, start, R + rows, length, i_v, HV, DV, cols).to(ACC)
+                if W_WIDTH == 1:
+                    dw_1 += tl.sum(dV_1 * V_1, 1)
+                    dw_2 += tl.sum(dV_2 * V_2, 1)
+                else:
+                    store_rows(dw_ptr, dV_1 * V_1, start, rows, length, i_v, HV, DV, cols)
+                    store_rows(dw_ptr, dV_2 * V_2, start, R + rows, length, i_v, HV, DV, cols)
+                dV_1 *= load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols).to(ACC)
+                dV_2 *= load_rows(w_ptr, start, R + rows, length, i_v, HV, W_WIDTH, cols).to(ACC)
+            store_rows(dv_ptr, dV_1, start, rows, length, i_v, HV, DV, cols)
+            store_rows(dv_ptr, dV_2, start, R + rows, length, i_v, HV, DV, cols)
+
+            R_1 = tl.trans(tl.load(R_ptr + offset, mask=inside, other=0.0))
+            R_2 = tl.trans(tl.load(R_ptr + offset + below, mask=inside, other=0.0))
+            dO_1 = load_rows(do_ptr, start, rows, length, i_v, HV, DV, cols)
+            dO_2 = load_rows(do_ptr, start, R + rows, length, i_v, HV, DV, cols)
+            dA_11 += product(dO_1, R_1, dtype, PRECISION, ACC)
+            dA_21 += product(dO_2, R_1, dtype, PRECISION, ACC)
+            dA_22 += product(dO_2, R_2, dtype, PRECISION, ACC)
+            if ERASE:
+                dT_11 -= product(dZ_1, R_1, dtype, PRECISION, ACC)
+                dT_21 -= product(dZ_2, R_1, dtype, PRECISION, ACC)
+                dT_22 -= product(dZ_2, R_2, dtype, PRECISION, ACC)
+        if W_WIDTH == 1:
+            one = tl.arange(0, 1)
+            store_rows(dw_ptr, dw_1[:, None], start, rows, length, i_v, HV, 1, one)
+            store_rows(dw_ptr, dw_2[:, None], start, R + rows, length, i_v, HV, 1, one)
+    store_blocks(dA_qk_ptr + square, dA_11, dA_21, dA_22, R)
+    if ERASE:
+        store_blocks(dT_ptr + square, dT_11, dT_21, dT_22, R)
+
+
+@triton.jit
+def store_blocks(ptr, X_11, X_21, X_22, R: tl.constexpr):
+    """Store the three lower blocks of a [2R, 2R] matrix."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    tl.store(ptr, X_11.to(dtype))
+    tl.store(ptr + R * 2 * R, X_21.to(dtype))
+    tl.store(ptr + R * 2 * R + R, X_22.to(dtype))
+
+
+@triton.jit
+def half_gradient(
+    dX, dK, dg, X, K, g, since, dM_ptr, square, flipped, rows,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Add what flows through the strictly lower scores of one half for one kind of reader.
+
+    Returns dX, dK, the gradient of g (from deep rows), and what is still to be summed from each token to the half's end.
+    That sum cancels between rows and columns, so both use the same rounded factors: the same products meet twice.
+    """
+    R: tl.constexpr = rows.shape[0]
+    earlier = rows[:, None] > rows[None, :]
+    later = rows[:, None] < rows[None, :]
+    dM = tl.load(dM_ptr + square)
+    dM_flipped = tl.load(dM_ptr + flipped)
+    deep = tl.min(since, 1) < -DEEP
+    row_decay = tl.exp(since)
+    column_decay = tl.where(since < -DEEP, 0.0, tl.exp(-since))
+    row, column = (X * row_decay).to(DOT), (K * column_decay).to(DOT)
+    shallow = tl.where(earlier & (deep == 0)[:, None], dM, 0.0)
+    shallow_flipped = tl.where(later & (deep == 0)[None, :], dM_flipped, 0.0)
+    d_row = product(shallow, column, DOT, PRECISION, ACC)
+    d_column = product(shallow_flipped, row, DOT, PRECISION, ACC)
+    dX += d_row * row_decay
+    dK += d_column * column_decay
+    to_end = d_row * row.to(ACC) - d_column * column.to(ACC)
+    levels = 0
+    if tl.max(deep.to(tl.int32), 0) > 0:
+        levels = R
+    h = 1
+    while h < levels:
+        row_sum, column_sum = level_sums(g, rows, h, ACC)
+        row_decay, column_decay = tl.exp(row_sum), tl.exp(column_sum)
+        met = tl.where(quarter(rows, h) & deep[:, None], dM, 0.0)
+        met_flipped = tl.where(flipped_quarter(rows, h) & deep[None, :], dM_flipped, 0.0)
+        d_row = product(met, K * column_decay, DOT, PRECISION, ACC) * row_decay
+        d_column = product(met_flipped, X * row_decay, DOT, PRECISION, ACC) * column_decay
+        dX += d_row
+        dK += d_column
+        same = (rows[:, None] // h) == (rows[None, :] // h)
+        dg += tl.dot((same & (rows[:, None] <= rows[None, :])).to(ACC), d_row * X, input_precision="ieee", out_dtype=ACC)
+        dg += tl.dot((same & earlier).to(ACC), d_column * K, input_precision="ieee", out_dtype=ACC)
+        h *= 2
+    return dX, dK, dg, to_end
+
+
+@triton.jit
+def flipped_quarter(rows, h):
+    """The transpose of `quarter`."""
+    row, column = rows[:, None] // h, rows[None, :] // h
+    return (column == row + 1) & (column % 2 == 1)
+
+
+@triton.jit
+def gradient_keys_kernel(
+    q_ptr, k_ptr, g_ptr, b_ptr, do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, dA_qk_ptr, dT_ptr,
+    dq_ptr, dk_ptr, dg_ptr, db_ptr,
+    start_ptr, length_ptr, scale,
+    HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
+    R: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK, dg and dB of one chunk, for BK key channels.
+
+    Grid: (M · H, DK / BK). Gradients are per key-side head [L, H, DK]; those of gates of width one are per block of
+    channels [DK / BK, L, H]. The host sums over what an operand was broadcast over.
+    """
+    i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
+    i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
+    dtype: tl.constexpr = R_ptr.dtype.element_ty
+    G: tl.constexpr = HV // H
+    rows = tl.arange(0, R)
+    cols = tl.program_id(1) * BK + tl.arange(0, BK)
+    tile = (i_chunk * H + i_head) * (2 * R)
+
+    dQ_1 = tl.zeros((R, BK), ACC)
+    dQ_2 = tl.zeros((R, BK), ACC)
+    dK_1 = tl.zeros((R, BK), ACC)
+    dK_2 = tl.zeros((R, BK), ACC)
+    dE_1 = tl.zeros((R, BK), ACC)
+    dE_2 = tl.zeros((R, BK), ACC)
+    d_chunk = tl.zeros((BK,), ACC)
+    for i_block in range(0, G * tl.cdiv(DV, BV)):
+        i_group = i_block // tl.cdiv(DV, BV)
+        i_v = i_head * G + i_group
+        values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
+        inside = (values < DV)[None, :]
+        state = ((i_chunk * H + i_head) * DK + cols[:, None]) * (G * DV) + i_group * DV + values[None, :]
+        state_mask = (cols < DK)[:, None] & inside
+        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
+        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
+        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
+        S, dS = tl.trans(S), tl.trans(dS)
+        dO_1 = load_rows(do_ptr, start, rows, length, i_v, HV, DV, values)
+        dO_2 = load_rows(do_ptr, start, R + rows, length, i_v, HV, DV, values)
+        dQ_1 += product(dO_1, S, dtype, PRECISION, ACC)
+        dQ_2 += product(dO_2, S, dtype, PRECISION, ACC)
+        offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + values[None, :]
+        below: tl.constexpr = R * G * DV
+        dK_1 += product(tl.load(R_ptr + offset, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
+        dK_2 += product(tl.load(R_ptr + offset + below, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
+        if B_WIDTH > 0:
+            dE_1 -= product(tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC)
+            dE_2 -= product(tl.load(dZ_ptr + offset + below, mask=inside, other=0.0), S, dtype, PRECISION, ACC)
+
+    g_1, since_1, after_1 = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
+    g_2, since_2, after_2 = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
+    total_1, total_2 = tl.sum(g_1, 0), tl.sum(g_2, 0)
+    d_chunk *= tl.exp(total_1 + total_2)
+    K_1 = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
+    K_2 = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
+    Q_1 = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    Q_2 = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
+
+    # through γ: summed from each token back to the chunk's start; through K_tail: from the token to the chunk's end
+    dQ_1 *= tl.exp(since_1)
+    dQ_2 *= tl.exp(since_2 + total_1[None, :])
+    dK_1 *= tl.exp(after_1 + total_2[None, :])
+    dK_2 *= tl.exp(after_2)
+    to_start_1, to_start_2 = dQ_1 * Q_1, dQ_2 * Q_2
+    to_end_1, to_end_2 = dK_1 * K_1, dK_2 * K_2
+    d_before = tl.sum(to_end_1, 0)
+
+    square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
+    flipped = tile * (2 * R) + rows[None, :] * (2 * R) + rows[:, None]
+    second: tl.constexpr = R * 2 * R
+    diagonal = rows[:, None] == rows[None, :]
+    d_diagonal_1 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
+    d_diagonal_2 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + second + R), 0.0), 1).to(ACC)[:, None]
+
+    # through the seam: rows of the second half, columns of the first
+    column = K_1 * tl.exp(after_1)
+    row_decay = tl.exp(since_2)
+    d_row = product(tl.load(dA_qk_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
+    d_column = product(tl.load(dA_qk_ptr + flipped + second), Q_2 * row_decay, DOT, PRECISION, ACC)
+    dQ_2 += d_row
+    to_seam_2 = d_row * Q_2
+    if B_WIDTH > 0:
+        B_1 = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        B_2 = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        E_1, E_2 = B_1 * K_1, B_2 * K_2
+        dE_1 *= tl.exp(since_1)
+        dE_2 *= tl.exp(since_2 + total_1[None, :])
+        to_start_1 += dE_1 * E_1
+        to_start_2 += dE_2 * E_2
+        d_row = product(tl.load(dT_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
+        d_column += product(tl.load(dT_ptr + flipped + second), E_2 * row_decay, DOT, PRECISION, ACC)
+        dE_2 += d_row
+        to_seam_2 += d_row * E_2
+    d_column *= tl.exp(after_1)
+    dK_1 += d_column
+    to_end_1 += d_column * K_1
+
+    d_after = tl.sum(to_start_2, 0)
+    strict = (rows[:, None] > rows[None, :]).to(ACC)
+    dg_1 = tl.dot(strict, to_end_1, input_precision=PRECISION, out_dtype=ACC) + (d_chunk + d_after)[None, :]
+    dg_2 = tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC) + (d_chunk + d_before)[None, :]
+
+    # inside each half
+    dQ_1, dK_1, dg_1, back_1 = half_gradient(
+        dQ_1, dK_1, dg_1, Q_1, K_1, g_1, since_1, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC)  # fmt: skip
+    dQ_2, dK_2, dg_2, back_2 = half_gradient(
+        dQ_2, dK_2, dg_2, Q_2, K_2, g_2, since_2, dA_qk_ptr, square + second + R, flipped + second + R, rows, DOT, PRECISION, ACC)  # fmt: skip
+    if B_WIDTH > 0:
+        dE_1, dK_1, dg_1, more = half_gradient(
+            dE_1, dK_1, dg_1, E_1, K_1, g_1, since_1, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC)  # fmt: skip
+        back_1 += more
+        dE_2, dK_2, dg_2, more = half_gradient(
+            dE_2, dK_2, dg_2, E_2, K_2, g_2, since_2, dT_ptr, square + second + R, flipped + second + R, rows, DOT, PRECISION, ACC)  # fmt: skip
+        back_2 += more
+        dK_1 += dE_1 * B_1
+        dK_2 += dE_2 * B_2
+        store_gate(db_ptr, dE_1 * K_1, start, rows, length, i_head, H, DK, B_WIDTH, cols)
+        store_gate(db_ptr, dE_2 * K_2, start, R + rows, length, i_head, H, DK, B_WIDTH, cols)
+    dg_1 += tl.cumsum(to_start_1 + back_1, 0, reverse=True)
+    dg_2 += tl.cumsum(to_start_2 + to_seam_2 + back_2, 0, reverse=True)
+    dQ_1, dQ_2 = (dQ_1 + d_diagonal_1 * K_1) * scale, (dQ_2 + d_diagonal_2 * K_2) * scale
+    store_rows(dq_ptr, dQ_1, start, rows, length, i_head, H, DK, cols)
+    store_rows(dq_ptr, dQ_2, start, R + rows, length, i_head, H, DK, cols)
+    store_rows(dk_ptr, dK_1 + d_diagonal_1 * Q_1, start, rows, length, i_head, H, DK, cols)
+    store_rows(dk_ptr, dK_2 + d_diagonal_2 * Q_2, start, R + rows, length, i_head, H, DK, cols)
+    store_gate(dg_ptr, dg_1, start, rows, length, i_head, H, DK, G_WIDTH, cols)
+    store_gate(dg_ptr, dg_2, start, R + rows, length, i_head, H, DK, G_WIDTH, cols)
+
+
+@triton.jit
+def store_gate(
+    ptr, X, start, rows, length, i_head, H: tl.constexpr, DK: tl.constexpr, WIDTH: tl.constexpr, cols
+):
+    """Store a gate's gradient, or for a gate of width one its sum over this block of channels."""
+    if WIDTH == 1:
+        tokens = (start + rows).to(tl.int64) * H + i_head
+        total = tl.sum(tl.where((cols < DK)[None, :], X, 0.0), 1)
+        # the blocks' partial sums lie side by side: [L, H, blocks]
+        blocks = tl.num_programs(1)
+        tl.store(ptr + tokens * blocks + tl.program_id(1), total.to(ptr.dtype.element_ty), mask=rows < length)
+    else:
+        store_rows(ptr, X, start, rows, length, i_head, H, DK, cols)

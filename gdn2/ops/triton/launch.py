@@ -1,0 +1,26 @@
+"""Launch parameters, as data: nothing is tuned at call time."""
+
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """Largest tiles along key and value channels, warps per program, and stages of pipelined loads."""
+
+    key_block: int
+    value_block: int
+    num_warps: int
+    num_stages: int = 1
+
+
+DEFAULT = {
+    "intra": Launch(64, 64, 4),
+    "scan": Launch(256, 64, 4, 2),
+    "scan_reverse": Launch(256, 64, 4, 2),
+    "gradient_values": Launch(64, 64, 4),
+    "gradient_keys": Launch(64, 64, 4),
+}
+
+
+def launch(kernel: str) -> Launch:
+    """Launch parameters of a kernel."""
+    return DEFAULT[kernel]

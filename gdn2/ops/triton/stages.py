@@ -1,0 +1,210 @@
+"""The kernels as functions on tensors: allocation, dtypes and launches."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn2.ops.arguments import state_dtype
+from gdn2.ops.chunkwise import Operands
+from gdn2.ops.triton.gradient import gradient_keys_kernel, gradient_values_kernel
+from gdn2.ops.triton.intra import intra_kernel
+from gdn2.ops.triton.launch import launch
+from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
+
+
+class Table(NamedTuple):
+    """Chunks in sequence-major order; its sizes depend on shapes alone, unused chunks have length 0."""
+
+    size: int
+    start: Tensor  # [M] first token of each chunk
+    length: Tensor  # [M] its tokens
+    first: Tensor  # [N + 1] first chunk of each sequence
+
+
+class Factors(NamedTuple):
+    """What the scans need of each chunk, in the operands' dtype."""
+
+    Q_gamma: Tensor  # [M, H, C, d_k]
+    K_tail: Tensor  # [M, H, C, d_k]
+    gamma_C: Tensor  # [M, H, d_k], fp32
+    A_qk: Tensor  # [M, H, C, C]
+    A: Tensor | None  # [M, H, C, C]
+    Y: Tensor | None  # [M, H, C, d_k]
+    U: Tensor  # [M, H, C, d_v]
+
+
+def chunk_table(cu_seqlens: Tensor, tokens: int, size: int) -> Table:
+    """Build the table on the device, reading nothing back."""
+    lengths = cu_seqlens.diff()
+    first = torch.zeros_like(cu_seqlens)
+    first[1:] = ((lengths + size - 1) // size).cumsum(0)
+    chunk = torch.arange(tokens // size + lengths.numel(), device=cu_seqlens.device)
+    sequence = torch.searchsorted(first[1:].contiguous(), chunk, right=True)
+    known = sequence < lengths.numel()
+    sequence = sequence.clamp(max=lengths.numel() - 1)
+    begin = cu_seqlens[sequence] + (chunk - first[sequence]) * size
+    length = (cu_seqlens[sequence + 1] - begin).clamp(max=size)
+    zero = torch.zeros_like(begin)
+    return Table(size, torch.where(known, begin, zero), torch.where(known, length, zero), first)
+
+
+def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:
+    """Dtypes of operands and sums: products of fp16 operands with decays need the exponents of tf32."""
+    accumulate = tl.float64 if dtype == torch.float64 else tl.float32
+    operand = {
+        torch.float64: tl.float64,
+        torch.float32: tl.float32,
+        torch.float16: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+    }[dtype]
+    exact = "tf32x3" if dtype == torch.float32 else "tf32"
+    return {"DOT": operand, "PRECISION": exact, "SOLVE": solve, "ACC": accumulate}
+
+
+def block(width: int, most: int) -> int:
+    """Power of two that covers a width, from 16 to `most`."""
+    return max(16, min(most, triton.next_power_of_2(width)))
+
+
+def sizes(x: Operands) -> dict[str, int]:
+    """Head counts and widths, as the kernels call them."""
+    return {
+        "HK": x.k.shape[1],
+        "HG": x.g.shape[1],
+        "HB": 1 if x.b is None else x.b.shape[1],
+        "H": x.heads,
+        "HV": x.v.shape[1],
+        "DK": x.k.shape[2],
+        "DV": x.v.shape[2],
+        "G_WIDTH": x.g.shape[2],
+        "B_WIDTH": 0 if x.b is None else x.b.shape[2],
+    }
+
+
+def intra(x: Operands, table: Table, solve: str) -> Factors:
+    """Everything a chunk can compute on its own (Eqs. 18–22, 25)."""
+    M, H, C, DK = table.start.numel(), x.heads, table.size, x.k.shape[2]
+    width = x.v.shape[1] * x.v.shape[2] // H
+    erases = x.b is not None
+
+    def new(*shape: int) -> Tensor:
+        return x.k.new_empty(M, H, *shape)
+
+    f = Factors(
+        Q_gamma=new(C, DK),
+        K_tail=new(C, DK),
+        gamma_C=new(DK).to(state_dtype(x.q)),
+        A_qk=new(C, C),
+        A=new(C, C) if erases else None,
+        Y=new(C, DK) if erases else None,
+        U=new(C, width),
+    )
+    how = launch("intra")
+    intra_kernel[(M * H,)](
+        x.q, x.k, x.v, x.g, x.b, x.w,
+        f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.A, f.Y, f.U,
+        table.start, table.length, x.scale,
+        **sizes(x), W_WIDTH=0 if x.w is None else x.w.shape[2],
+        R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block),
+        **precision(x.q.dtype, solve), num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    return f
+
+
+def scan(
+    x: Operands, f: Factors, table: Table, state: Tensor, outputs: bool, save: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Output and final state, if wanted; states at chunk starts and residuals, if they are to be saved."""
+    N, HV, DK, DV = state.shape
+    o = torch.empty_like(x.v) if outputs else None
+    final = torch.empty_like(state) if outputs else None
+    starts = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1]) if save else None
+    R = torch.empty_like(f.U) if save else None
+    how = launch("scan")
+    BV = block(DV, how.value_block)
+    arithmetic = precision(x.q.dtype, "ieee")
+    scan_kernel[(N * HV, triton.cdiv(DV, BV))](
+        f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.Y, f.U, state, o, final, starts, R,
+        table.start, table.length, table.first,
+        H=x.heads, HV=HV, DK=DK, DV=DV, C=table.size, BK=block(DK, how.key_block), BV=BV,
+        ERASE=f.Y is not None, WRITE_O=outputs, SAVE=save,
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"], STAGES=how.num_stages,
+        num_warps=how.num_warps,
+    )  # fmt: skip
+    return o, final, starts, R
+
+
+def scan_reverse(
+    x: Operands, f: Factors, table: Table, do: Tensor, d_final: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the residuals, of the states at chunk ends and of the initial state."""
+    N, HV, DK, DV = d_final.shape
+    dR = torch.empty_like(f.U)
+    ends = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1])
+    d_state = torch.empty_like(d_final)
+    how = launch("scan_reverse")
+    BV = block(DV, how.value_block)
+    arithmetic = precision(x.q.dtype, "ieee")
+    scan_reverse_kernel[(N * HV, triton.cdiv(DV, BV))](
+        f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.Y, do, d_final, d_state, ends, dR,
+        table.start, table.length, table.first,
+        H=x.heads, HV=HV, DK=DK, DV=DV, C=table.size, BK=block(DK, how.key_block), BV=BV,
+        ERASE=f.Y is not None,
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"], STAGES=how.num_stages,
+        num_warps=how.num_warps,
+    )  # fmt: skip
+    return dR, ends, d_state
+
+
+def gradient(
+    x: Operands, f: Factors, table: Table, do: Tensor, starts: Tensor, R: Tensor, ends: Tensor, dR: Tensor
+) -> list[Tensor]:
+    """Gradients of q, k, v, g, b and w (empty where absent), summed over what they were broadcast over."""
+    M, H, C = table.start.numel(), x.heads, table.size
+    DK, DV = x.k.shape[2], x.v.shape[2]
+    arithmetic = precision(x.q.dtype, "ieee")
+    scores = torch.float32 if x.q.dtype == torch.float16 else x.q.dtype
+    dv = torch.empty_like(x.v)
+    dw = x.v.new_empty(0) if x.w is None else torch.empty_like(x.w)
+    dA_qk = x.k.new_empty(M, H, C, C, dtype=scores)
+    dT = torch.empty_like(dA_qk) if x.b is not None else dA_qk
+    how = launch("gradient_values")
+    gradient_values_kernel[(M * H,)](
+        x.v, x.w, do, f.A, R, dR, dv, dw, dA_qk, dT, table.start, table.length,
+        H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
+        R=C // 2, BV=block(DV, how.value_block), ERASE=x.b is not None,
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+
+    how = launch("gradient_keys")
+    BK = block(DK, how.key_block)
+    blocks, L = triton.cdiv(DK, BK), x.k.shape[0]
+
+    def new(like: Tensor) -> Tensor:
+        partial = like.shape[2] == 1 < DK or like.shape[1] < H
+        width = blocks if like.shape[2] == 1 else DK
+        return like.new_empty(L, H, width, dtype=torch.float32 if partial and like.dtype != torch.float64 else like.dtype)
+
+    dq, dk, dg = new(x.q), new(x.k), new(x.g)
+    db = x.k.new_empty(0) if x.b is None else new(x.b)
+    gradient_keys_kernel[(M * H, blocks)](
+        x.q, x.k, x.g, x.b, do, R, dR, starts, ends, dA_qk, dT, dq, dk, dg, db,
+        table.start, table.length, x.scale,
+        **sizes(x), R=C // 2, BK=BK, BV=block(DV, how.value_block),
+        DOT=arithmetic["DOT"], PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    return [sum_to(dq, x.q), sum_to(dk, x.k), dv, sum_to(dg, x.g), db if x.b is None else sum_to(db, x.b), dw]
+
+
+def sum_to(partial: Tensor, like: Tensor) -> Tensor:
+    """Sum a gradient over heads and channels that its operand was broadcast over."""
+    if partial.shape[2] != like.shape[2]:
+        partial = partial.sum(2, keepdim=True)
+    if partial.shape[1] != like.shape[1]:
+        partial = partial.unflatten(1, (like.shape[1], -1)).sum(2)
+    return partial.to(like.dtype)
