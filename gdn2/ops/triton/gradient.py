@@ -12,25 +12,25 @@ import triton.language as tl
 from gdn2.ops.triton.tiles import (
     DEEP,
     decay_sums,
-    level_sums,
+    half_factors,
     load_rows,
     product,
-    quarter,
+    store_blocks,
     store_rows,
 )
 
 
 @triton.jit
 def gradient_values_kernel(
-    v_ptr, w_ptr, do_ptr, A_ptr, R_ptr, dR_ptr, dv_ptr, dw_ptr, dA_qk_ptr, dT_ptr,
+    v_ptr, w_ptr, do_ptr, A_ptr, R_ptr, dR_ptr, dZ_ptr, dv_ptr, dw_ptr, dA_qk_ptr, dT_ptr,
     start_ptr, length_ptr,
     H: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr, W_WIDTH: tl.constexpr,
     R: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dV, dW and the gradients of both score matrices of one chunk; dR is overwritten by dZ.
+    """dZ, dV, dW and the gradients of both score matrices of one chunk.
 
-    Grid: (M · H). dA_qk and dT [M, H, C, C] get their lower blocks only.
+    Grid: (M · H). dA_qk and dT [M, H, C, C] get their lower blocks only. Without erase dZ is dR and not stored.
     """
     i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
     start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
@@ -65,8 +65,8 @@ def gradient_values_kernel(
                 dR_2 = dZ_2
                 dZ_1 = product(A_11, dZ_1, dtype, PRECISION, ACC) + product(A_21, dR_2, dtype, PRECISION, ACC)
                 dZ_2 = product(A_22, dR_2, dtype, PRECISION, ACC)
-                tl.store(dR_ptr + offset, dZ_1.to(dtype), mask=inside)
-                tl.store(dR_ptr + offset + below, dZ_2.to(dtype), mask=inside)
+                tl.store(dZ_ptr + offset, dZ_1.to(dtype), mask=inside)
+                tl.store(dZ_ptr + offset + below, dZ_2.to(dtype), mask=inside)
             dV_1, dV_2 = dZ_1.to(ACC), dZ_2.to(ACC)
             if W_WIDTH > 0:
                 V_1 = load_rows(v_ptr, start, rows, length, i_v, HV, DV, cols).to(ACC)
@@ -103,65 +103,23 @@ def gradient_values_kernel(
 
 
 @triton.jit
-def store_blocks(ptr, X_11, X_21, X_22, R: tl.constexpr):
-    """Store the three lower blocks of a [2R, 2R] matrix."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    tl.store(ptr, X_11.to(dtype))
-    tl.store(ptr + R * 2 * R, X_21.to(dtype))
-    tl.store(ptr + R * 2 * R + R, X_22.to(dtype))
-
-
-@triton.jit
 def half_gradient(
-    dX, dK, dg, X, K, g, since, dM_ptr, square, flipped, rows,
+    dX, dK, X, K, since, dM_ptr, square, flipped, rows,
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add what flows through the strictly lower scores of one half for one kind of reader.
+    """Add what flows through the strictly lower scores of one half, deep rows left out, for one kind of reader.
 
-    Returns dX, dK, the gradient of g (from deep rows), and what is still to be summed from each token to the half's end.
-    That sum cancels between rows and columns, so both use the same rounded factors: the same products meet twice.
+    Also returns what is still to be summed from each token to the half's end for dg. That sum cancels between rows and
+    columns, so both use the same rounded factors: the same products meet twice.
     """
-    R: tl.constexpr = rows.shape[0]
-    earlier = rows[:, None] > rows[None, :]
-    later = rows[:, None] < rows[None, :]
-    dM = tl.load(dM_ptr + square)
-    dM_flipped = tl.load(dM_ptr + flipped)
-    deep = tl.min(since, 1) < -DEEP
-    row_decay = tl.exp(since)
-    column_decay = tl.where(since < -DEEP, 0.0, tl.exp(-since))
-    row, column = (X * row_decay).to(DOT), (K * column_decay).to(DOT)
-    shallow = tl.where(earlier & (deep == 0)[:, None], dM, 0.0)
-    shallow_flipped = tl.where(later & (deep == 0)[None, :], dM_flipped, 0.0)
-    d_row = product(shallow, column, DOT, PRECISION, ACC)
-    d_column = product(shallow_flipped, row, DOT, PRECISION, ACC)
-    dX += d_row * row_decay
-    dK += d_column * column_decay
-    to_end = d_row * row.to(ACC) - d_column * column.to(ACC)
-    levels = 0
-    if tl.max(deep.to(tl.int32), 0) > 0:
-        levels = R
-    h = 1
-    while h < levels:
-        row_sum, column_sum = level_sums(g, rows, h, ACC)
-        row_decay, column_decay = tl.exp(row_sum), tl.exp(column_sum)
-        met = tl.where(quarter(rows, h) & deep[:, None], dM, 0.0)
-        met_flipped = tl.where(flipped_quarter(rows, h) & deep[None, :], dM_flipped, 0.0)
-        d_row = product(met, K * column_decay, DOT, PRECISION, ACC) * row_decay
-        d_column = product(met_flipped, X * row_decay, DOT, PRECISION, ACC) * column_decay
-        dX += d_row
-        dK += d_column
-        same = (rows[:, None] // h) == (rows[None, :] // h)
-        dg += tl.dot((same & (rows[:, None] <= rows[None, :])).to(ACC), d_row * X, input_precision="ieee", out_dtype=ACC)
-        dg += tl.dot((same & earlier).to(ACC), d_column * K, input_precision="ieee", out_dtype=ACC)
-        h *= 2
-    return dX, dK, dg, to_end
-
-
-@triton.jit
-def flipped_quarter(rows, h):
-    """The transpose of `quarter`."""
-    row, column = rows[:, None] // h, rows[None, :] // h
-    return (column == row + 1) & (column % 2 == 1)
+    row, column, deep = half_factors(X, K, since, DOT)
+    earlier = (rows[:, None] > rows[None, :]) & (deep == 0)[:, None]
+    later = (rows[:, None] < rows[None, :]) & (deep == 0)[None, :]
+    d_row = product(tl.where(earlier, tl.load(dM_ptr + square), 0.0), column, DOT, PRECISION, ACC)
+    d_column = product(tl.where(later, tl.load(dM_ptr + flipped), 0.0), row, DOT, PRECISION, ACC)
+    dX += d_row * tl.exp(since)
+    dK += d_column * tl.where(since < -DEEP, 0.0, tl.exp(-since))
+    return dX, dK, d_row * row.to(ACC) - d_column * column.to(ACC)
 
 
 @triton.jit
@@ -272,16 +230,21 @@ def gradient_keys_kernel(
     dg_2 = tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC) + (d_chunk + d_before)[None, :]
 
     # inside each half
-    dQ_1, dK_1, dg_1, back_1 = half_gradient(
-        dQ_1, dK_1, dg_1, Q_1, K_1, g_1, since_1, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC)  # fmt: skip
-    dQ_2, dK_2, dg_2, back_2 = half_gradient(
-        dQ_2, dK_2, dg_2, Q_2, K_2, g_2, since_2, dA_qk_ptr, square + second + R, flipped + second + R, rows, DOT, PRECISION, ACC)  # fmt: skip
+    square_2, flipped_2 = square + second + R, flipped + second + R
+    dQ_1, dK_1, back_1 = half_gradient(
+        dQ_1, dK_1, Q_1, K_1, since_1, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
+    )
+    dQ_2, dK_2, back_2 = half_gradient(
+        dQ_2, dK_2, Q_2, K_2, since_2, dA_qk_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
+    )
     if B_WIDTH > 0:
-        dE_1, dK_1, dg_1, more = half_gradient(
-            dE_1, dK_1, dg_1, E_1, K_1, g_1, since_1, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC)  # fmt: skip
+        dE_1, dK_1, more = half_gradient(
+            dE_1, dK_1, E_1, K_1, since_1, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC
+        )
         back_1 += more
-        dE_2, dK_2, dg_2, more = half_gradient(
-            dE_2, dK_2, dg_2, E_2, K_2, g_2, since_2, dT_ptr, square + second + R, flipped + second + R, rows, DOT, PRECISION, ACC)  # fmt: skip
+        dE_2, dK_2, more = half_gradient(
+            dE_2, dK_2, E_2, K_2, since_2, dT_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
+        )
         back_2 += more
         dK_1 += dE_1 * B_1
         dK_2 += dE_2 * B_2

@@ -13,11 +13,12 @@ class Launch(NamedTuple):
 
 
 DEFAULT = {
-    "intra": Launch(64, 64, 4),
-    "scan": Launch(256, 64, 4, 2),
-    "scan_reverse": Launch(256, 64, 4, 2),
+    "scores": Launch(32, 0, 4),
+    "solve": Launch(64, 64, 4),
+    "scan": Launch(256, 64, 4, 3),
+    "scan_reverse": Launch(256, 32, 4, 2),
     "gradient_values": Launch(64, 64, 4),
-    "gradient_keys": Launch(64, 64, 4),
+    "gradient_keys": Launch(64, 128, 8),
 }
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.chunkwise import Operands
+from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
 from gdn2.ops.triton.gradient import gradient_keys_kernel, gradient_values_kernel
-from gdn2.ops.triton.intra import intra_kernel
 from gdn2.ops.triton.launch import launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
+from gdn2.ops.triton.scores import scores_kernel
+from gdn2.ops.triton.solve import solve_kernel
 
 
 class Table(NamedTuple):
@@ -34,6 +36,7 @@ class Factors(NamedTuple):
     A: Tensor | None  # [M, H, C, C]
     Y: Tensor | None  # [M, H, C, d_k]
     U: Tensor  # [M, H, C, d_v]
+    deep: Tensor  # [M, H] whether a chunk has rows that `deep.py` looks after
 
 
 def chunk_table(cu_seqlens: Tensor, tokens: int, size: int) -> Table:
@@ -60,8 +63,11 @@ def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:
         torch.float16: tl.float32,
         torch.bfloat16: tl.bfloat16,
     }[dtype]
-    exact = "tf32x3" if dtype == torch.float32 else "tf32"
-    return {"DOT": operand, "PRECISION": exact, "SOLVE": solve, "ACC": accumulate}
+    half = dtype in (torch.float16, torch.bfloat16)
+    products = "tf32" if half else "tf32x3"
+    if solve == "ieee" and half:
+        solve = "tf32x3"  # fp32 accuracy on tensor cores, beyond what A keeps when it is rounded
+    return {"DOT": operand, "PRECISION": products, "SOLVE": solve, "ACC": accumulate}
 
 
 def block(width: int, most: int) -> int:
@@ -76,9 +82,7 @@ def sizes(x: Operands) -> dict[str, int]:
         "HG": x.g.shape[1],
         "HB": 1 if x.b is None else x.b.shape[1],
         "H": x.heads,
-        "HV": x.v.shape[1],
         "DK": x.k.shape[2],
-        "DV": x.v.shape[2],
         "G_WIDTH": x.g.shape[2],
         "B_WIDTH": 0 if x.b is None else x.b.shape[2],
     }
@@ -101,15 +105,30 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
         A=new(C, C) if erases else None,
         Y=new(C, DK) if erases else None,
         U=new(C, width),
+        deep=torch.empty(M, H, dtype=torch.int32, device=x.k.device),
     )
-    how = launch("intra")
-    intra_kernel[(M * H,)](
-        x.q, x.k, x.v, x.g, x.b, x.w,
-        f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.A, f.Y, f.U,
+    T = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q)) if erases else None
+    E_bar = new(C, DK) if erases else None
+    arithmetic = precision(x.q.dtype, solve)
+    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
+    how = launch("scores")
+    BK = block(DK, how.key_block)
+    scores_kernel[(M * H,)](
+        x.q, x.k, x.g, x.b, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
         table.start, table.length, x.scale,
-        **sizes(x), W_WIDTH=0 if x.w is None else x.w.shape[2],
-        R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block),
-        **precision(x.q.dtype, solve), num_warps=how.num_warps, num_stages=how.num_stages,
+        **sizes(x), R=C // 2, BK=BK, **products, num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    deep_scores_kernel[(M * H, 2)](
+        x.q, x.k, x.g, x.b, f.A_qk, T, f.deep, table.start, table.length, x.scale,
+        **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
+    )  # fmt: skip
+    how = launch("solve")
+    solve_kernel[(M * H,)](
+        x.v, x.w, T, E_bar, f.A, f.Y, f.U, table.start, table.length,
+        H=H, HV=x.v.shape[1], DK=DK, DV=x.v.shape[2], W_WIDTH=0 if x.w is None else x.w.shape[2],
+        R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block), ERASE=erases,
+        PRECISION=arithmetic["PRECISION"], SOLVE=arithmetic["SOLVE"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     return f
 
@@ -166,14 +185,16 @@ def gradient(
     M, H, C = table.start.numel(), x.heads, table.size
     DK, DV = x.k.shape[2], x.v.shape[2]
     arithmetic = precision(x.q.dtype, "ieee")
+    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
     scores = torch.float32 if x.q.dtype == torch.float16 else x.q.dtype
     dv = torch.empty_like(x.v)
     dw = x.v.new_empty(0) if x.w is None else torch.empty_like(x.w)
     dA_qk = x.k.new_empty(M, H, C, C, dtype=scores)
-    dT = torch.empty_like(dA_qk) if x.b is not None else dA_qk
+    dT = torch.empty_like(dA_qk) if x.b is not None else None
+    dZ = torch.empty_like(dR) if x.b is not None else dR
     how = launch("gradient_values")
     gradient_values_kernel[(M * H,)](
-        x.v, x.w, do, f.A, R, dR, dv, dw, dA_qk, dT, table.start, table.length,
+        x.v, x.w, do, f.A, R, dR, dZ, dv, dw, dA_qk, dT, table.start, table.length,
         H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
         R=C // 2, BV=block(DV, how.value_block), ERASE=x.b is not None,
         PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
@@ -192,11 +213,14 @@ def gradient(
     dq, dk, dg = new(x.q), new(x.k), new(x.g)
     db = x.k.new_empty(0) if x.b is None else new(x.b)
     gradient_keys_kernel[(M * H, blocks)](
-        x.q, x.k, x.g, x.b, do, R, dR, starts, ends, dA_qk, dT, dq, dk, dg, db,
+        x.q, x.k, x.g, x.b, do, R, dZ, starts, ends, dA_qk, dT, dq, dk, dg, db,
         table.start, table.length, x.scale,
-        **sizes(x), R=C // 2, BK=BK, BV=block(DV, how.value_block),
-        DOT=arithmetic["DOT"], PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
-        num_warps=how.num_warps, num_stages=how.num_stages,
+        **sizes(x), HV=x.v.shape[1], DV=DV, R=C // 2, BK=BK, BV=block(DV, how.value_block),
+        **products, num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    deep_gradient_kernel[(M * H, blocks)](
+        x.q, x.k, x.g, x.b, dA_qk, dT, f.deep, dq, dk, dg, db, table.start, table.length, x.scale,
+        **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
     return [sum_to(dq, x.q), sum_to(dk, x.k), dv, sum_to(dg, x.g), db if x.b is None else sum_to(db, x.b), dw]
 

@@ -3,14 +3,15 @@
 A chunk is handled as two halves of R = C/2 tokens, the top level of the halving of `gdn2.ops.halving`: rows of the second
 half meet columns of the first at the seam, with both exponents at most zero. Inside a half, rows and columns are
 measured from the half's start. A row's exponent is at most zero, a column's at least zero: exact as long as it is
-finite. Rows where some channel has decayed by more than `DEEP` take the halving down to single tokens instead. That
-choice looks at tokens up to the row only, so nothing in the future moves a bit of the past.
+finite. Rows where some channel has decayed by more than `DEEP` are left out there and take the halving down to single
+tokens instead, in kernels of their own (`deep.py`). That choice looks at tokens up to the row only, so nothing in the
+future moves a bit of the past.
 """
 
 import triton
 import triton.language as tl
 
-DEEP = tl.constexpr(60.0)  # exp(60) · exp(60) would overflow fp32 in a sum of products; exp(60) alone is far from it
+DEEP = tl.constexpr(80.0)  # exp(80) times a key of up to 6000 is finite in fp32 and bf16
 
 
 @triton.jit
@@ -61,6 +62,14 @@ def decay_sums(
 
 
 @triton.jit
+def half_factors(X, K, since, DOT: tl.constexpr):
+    """Rows and columns of one half measured from its start, rounded, and which rows are deep."""
+    deep = tl.min(since, 1) < -DEEP
+    column = tl.where(since < -DEEP, 0.0, tl.exp(-since)) * K
+    return (X * tl.exp(since)).to(DOT), column.to(DOT), deep
+
+
+@triton.jit
 def level_sums(g, rows, h, ACC: tl.constexpr):
     """Sums of g within blocks of h tokens: since the block's start, and after each token until its end."""
     same = (rows[:, None] // h) == (rows[None, :] // h)
@@ -77,10 +86,15 @@ def unit_lower_inverse(T, rows, ACC: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(1, 10):
         if (1 << level) < R:
             T_h = tl.where(quarter(rows, 1 << level), T, 0.0)
-            A -= tl.dot(
-                tl.dot(A, T_h, input_precision=PRECISION, out_dtype=ACC), A, input_precision=PRECISION, out_dtype=ACC
-            )
+            A -= sandwich(A, T_h, A, ACC, PRECISION)
     return A
+
+
+@triton.jit
+def sandwich(X, Y, Z, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """X Y Z in full precision."""
+    XY = tl.dot(X, Y, input_precision=PRECISION, out_dtype=ACC)
+    return tl.dot(XY, Z, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
@@ -88,3 +102,12 @@ def quarter(rows, h):
     """Where second halves of blocks of 2h rows meet their first halves."""
     row, column = rows[:, None] // h, rows[None, :] // h
     return (row == column + 1) & (row % 2 == 1)
+
+
+@triton.jit
+def store_blocks(ptr, X_11, X_21, X_22, R: tl.constexpr):
+    """Store the three lower blocks of a [2R, 2R] matrix."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    tl.store(ptr, X_11.to(dtype))
+    tl.store(ptr + R * 2 * R, X_21.to(dtype))
+    tl.store(ptr + R * 2 * R + R, X_22.to(dtype))
