@@ -1,5 +1,7 @@
 """Checks of the operator's arguments: each mistake is one line that names the argument, its value and what fits."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ def new_state(q: Tensor, v: Tensor, sequences: int) -> Tensor:
     """Empty memories [sequences, value heads, key width, value width]."""
     shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
     return q.new_zeros(shape, dtype=state_dtype(q))
+
+
+def exact_products(device: torch.device) -> AbstractContextManager[None]:
+    """Switch autocast off, which reaches inside custom operators: the rule chooses its own precision."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
 def check_operands(

@@ -73,18 +73,18 @@ class Factors(NamedTuple):
 
 
 def intra(
-    x: Operands, chunks: ChunkTable, dtype: torch.dtype, kept: tuple[Tensor, Tensor] | None = None
+    x: Operands, chunks: ChunkTable, dtype: torch.dtype, matrices: Sequence[Tensor] = ()
 ) -> Factors:
-    """Everything a chunk can compute on its own (Eqs. 18–22, 25); `kept` are A_qk and A if known."""
+    """Everything a chunk can compute on its own (Eqs. 18–22, 25); `matrices` are A_qk and A if known."""
     X, K, Z, g = load_operands(x, chunks, dtype)
     decay = chunk_decays(g)
     X_gamma = X * decay.gamma.unsqueeze(-2)
     K_tail = K * decay.tail
-    if kept is None:
+    if matrices:
+        A_qk, A = matrices[0], None if x.b is None else matrices[1]
+    else:
         A_qk, T = scores(X, K, decay)
         A = None if T is None else unit_lower_inverse(T)
-    else:
-        A_qk, A = kept[0], None if x.b is None else kept[1]
     Y, U = (None, Z) if A is None else (A @ X_gamma[..., 1, :], A @ Z)
     return Factors(X, K, decay, X_gamma, K_tail, A_qk, A, Y, U)
 

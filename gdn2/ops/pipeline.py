@@ -11,16 +11,37 @@ import torch
 from torch import Tensor
 
 from gdn2.ops import chunkwise
+from gdn2.ops.arguments import check_decay, state_dtype
 from gdn2.ops.chunks import ChunkTable, chunk_table
 from gdn2.ops.chunkwise import Operands, fold, sum_to_width, unfold
+from gdn2.ops.packing import sequence_lengths
 
 
-class Saved(NamedTuple):
-    """What the backward keeps of the forward; rows follow the chunk table, unused ones are undefined."""
+class Batch(NamedTuple):
+    """How the tokens of a call are laid out, and how they are to be cut."""
 
-    starts: Tensor  # [M, H, d_k, d_v] state at each chunk's start
-    A_qk: Tensor  # [M, H, C, C], or empty to recompute
-    A: Tensor  # [M, H, C, C], or empty to recompute or where nothing is erased
+    rows: int
+    length: int
+    cu_seqlens: Tensor | None
+    chunk_size: int
+    solve_precision: str
+
+    @property
+    def sequences(self) -> int:
+        """Rows of a dense batch, or packed sequences."""
+        return self.rows if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def chunks(self) -> int:
+        """Bound on the number of chunks that depends on shapes alone: exact for a dense batch."""
+        if self.cu_seqlens is None:
+            return self.rows * ((self.length + self.chunk_size - 1) // self.chunk_size)
+        return self.length // self.chunk_size + self.sequences
+
+    def table(self, device: torch.device) -> ChunkTable:
+        """Read the lengths and build the chunk table."""
+        lengths = sequence_lengths(self.cu_seqlens, self.rows, self.length)
+        return chunk_table(lengths, self.chunk_size, device)
 
 
 class Gradients(NamedTuple):
@@ -48,50 +69,55 @@ def segments(chunks: ChunkTable, row_elements: int, device: torch.device) -> lis
     return [(i, min(i + length, steps)) for i in range(0, steps, length)]
 
 
+def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:
+    """Nothing; the states at chunk starts [M, H, d_k, d_v]; or also A_qk and A [M, H, C, C]."""
+    if keep == "nothing":
+        return []
+    size, width = batch.chunk_size, x.v.shape[1] * x.v.shape[2] // x.heads
+    shapes = [(x.k.shape[2], width)]
+    if keep == "factors":
+        shapes += [(size, size)] * (1 if x.b is None else 2)
+    dtype = state_dtype(x.q)
+    return [x.k.new_empty(batch.chunks, x.heads, *shape, dtype=dtype) for shape in shapes]
+
+
 def forward(
-    x: Operands, lengths: list[int], size: int, state: Tensor, saved: Saved | None
-) -> tuple[Tensor, Tensor]:
-    """Output [L, H_v, d_v] and final state [N, H_v, d_k, d_v]; fills `saved` if given."""
-    table = chunk_table(lengths, size, x.k.device)
+    x: Operands, batch: Batch, state: Tensor, keep: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
+    check_decay(x.g)
+    table = batch.table(x.k.device)
+    saved = kept(x, batch, keep)
     o = torch.empty_like(x.v)
     S = fold(state.index_select(0, table.order), x.heads)
-    row = 0
-    for i, j in segments(table, x.heads * size * x.k.shape[-1], x.k.device):
-        chunks = table.segment(i, j)
+    for i, j in segments(table, x.heads * table.size * x.k.shape[2], x.k.device):
+        chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
         f = chunkwise.intra(x, chunks, state.dtype)
         O, _, starts = chunkwise.scan(f, chunks, S)
         chunks.store(o, unfold(O, x.v.shape[1]))
-        if saved is not None:
-            rows = slice(row, row + starts.shape[0])
-            saved.starts[rows] = starts
-            if saved.A_qk.numel():
-                saved.A_qk[rows] = f.A_qk
-            if saved.A.numel() and f.A is not None:
-                saved.A[rows] = f.A
-            row = rows.stop
-    return o, restore(unfold(S, x.v.shape[1]), table.order)
+        for target, value in zip(saved, (starts, f.A_qk, f.A), strict=False):
+            target[rows].copy_(value)  # type: ignore[arg-type]
+    return o, restore(unfold(S, x.v.shape[1]), table.order), saved
 
 
 def backward(
-    x: Operands, lengths: list[int], size: int, saved: Saved, do: Tensor, d_final: Tensor
+    x: Operands, batch: Batch, state: Tensor, saved: list[Tensor], do: Tensor, d_final: Tensor
 ) -> Gradients:
-    """Gradients of all operands, from the gradients of output and final state."""
-    table = chunk_table(lengths, size, x.k.device)
+    """Gradients of all operands and of the initial state, from those of output and final state."""
+    table = batch.table(x.k.device)
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
     empty = [x.q.new_empty(0) if t is None else torch.empty_like(t) for t in operands]
-    grads = Gradients(*[*empty, torch.empty_like(d_final)])
+    grads = Gradients(*[*empty, torch.empty_like(state)])
     dS = fold(d_final.index_select(0, table.order), x.heads)
-    for i, j in reversed(segments(table, x.heads * size * x.k.shape[-1], x.k.device)):
-        chunks = table.segment(i, j)
-        rows = slice(table.offsets[i], table.offsets[j])
-        kept = (saved.A_qk[rows], saved.A[rows]) if saved.A_qk.numel() else None
-        f = chunkwise.intra(x, chunks, d_final.dtype, kept)
-        S = saved.starts[rows]
+    for i, j in reversed(segments(table, x.heads * table.size * x.k.shape[2], x.k.device)):
+        chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
+        S, *matrices = (t[rows] for t in saved)
+        f = chunkwise.intra(x, chunks, state.dtype, matrices)
         R = f.U if f.Y is None else f.U - f.Y @ S
-        dO = fold(chunks.load(do, d_final.dtype), x.heads)
+        dO = fold(chunks.load(do, state.dtype), x.heads)
         dR, ends = chunkwise.scan_reverse(f, chunks, dO, dS)
-        dX, dK, dZ, dg = chunkwise.gradient(f, S, R, dO, dR, ends)
-        store_gradients(grads, x, chunks, f.K, (dX, dK, dZ, dg))
+        tiles = chunkwise.gradient(f, S, R, dO, dR, ends)
+        store_gradients(grads, x, chunks, f.K, tiles)
     grads.state.copy_(restore(unfold(dS, x.v.shape[1]), table.order))
     return grads
 

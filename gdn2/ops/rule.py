@@ -14,6 +14,7 @@ from gdn2.ops.arguments import (
     check_decay,
     check_operands,
     check_state,
+    exact_products,
     new_state,
     require,
 )
@@ -55,14 +56,14 @@ def gated_delta_rule(
         cu_seqlens: [N + 1] cumulative lengths of sequences packed in a batch of one; the state restarts at each.
         backend: "auto", "triton", "torch" or "reference" (the token loop).
         chunk_size: tokens per chunk: 16, 32, 64 or 128.
-        recompute: recompute the chunks' matrices in the backward instead of keeping them.
+        recompute: recompute what each chunk can compute on its own in the backward, instead of keeping it.
         solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is "ieee".
     """
     check_operands(q, k, v, g, b, w)
     require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
     known = solve_precision in SOLVE_PRECISIONS
     require(known, "solve_precision", repr(solve_precision), f"one of {SOLVE_PRECISIONS}")
-    backend = choose(backend, q.device)
+    backend = choose(backend, q.device, q.dtype)
     sequences = q.shape[0]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device)
@@ -74,19 +75,19 @@ def gated_delta_rule(
     if backend == "reference":
         check_decay(g)
         S = new_state(q, v, sequences) if initial_state is None else initial_state
-        if cu_seqlens is None:
-            o, final = token_loop(q, k, v, g, b, w, scale, S)
-        else:
-            lengths = sequence_lengths(cu_seqlens, 1, q.shape[1])
-            o, final = packed_token_loop(q, k, v, g, b, w, scale, S, lengths)
+        with exact_products(q.device):
+            if cu_seqlens is None:
+                o, final = token_loop(q, k, v, g, b, w, scale, S)
+            else:
+                lengths = sequence_lengths(cu_seqlens, 1, q.shape[1])
+                o, final = packed_token_loop(q, k, v, g, b, w, scale, S, lengths)
         return o, final if output_final_state else None
 
     operands = [x for x in (q, k, v, g, b, w, initial_state) if x is not None]
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    keep = "nothing" if not differentiable else "states" if recompute else "matrices"
-    o, final, *_ = chunk_forward(
-        q, k, v, g, b, w, initial_state, cu_seqlens, scale, chunk_size, keep
-    )
+    keep = "nothing" if not differentiable else "states" if recompute else "factors"
+    options = (scale, chunk_size, solve_precision, keep, backend)
+    o, final, _ = chunk_forward(q, k, v, g, b, w, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None
 
 
@@ -110,7 +111,5 @@ def gated_delta_step(
     check_operands(q, k, v, g, b, w)
     check_state("state", state, q.shape[0], q, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if inplace:
-        with torch.no_grad():
-            return token_loop(q, k, v, g, b, w, scale, state, inplace=True)
-    return token_loop(q, k, v, g, b, w, scale, state)
+    with exact_products(q.device), torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
+        return token_loop(q, k, v, g, b, w, scale, state, inplace)

@@ -107,19 +107,24 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name in ("g", "initial_state") and dtype in HALVES else dtype
 
 
+def rule(x: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    """Output and final state of the operator, from operands by name."""
+    o, state = gated_delta_rule(**x, output_final_state=True, **options)
+    assert state is not None
+    return o, state
+
+
 def run(case: Case, backend: str, dtype: torch.dtype | None = None) -> Result:
     """Run forward and backward in the case's dtype, or in another on the same rounded operands."""
     leaves = {n: (x if dtype is None else x.to(dtype)) for n, x in operands(case).items()}
     leaves = {n: x.detach().requires_grad_() for n, x in leaves.items()}
-    o, state = gated_delta_rule(
-        **leaves,  # type: ignore[arg-type]
+    o, state = rule(
+        leaves,
         cu_seqlens=case.cu_seqlens,
-        output_final_state=True,
         backend=backend,
         chunk_size=case.chunk_size,
         recompute=case.recompute,
     )
-    assert state is not None
     rand = torch.Generator().manual_seed(case.seed + 1)
     results = {"output": [o], "final_state": [state], "both": [o, state]}[case.loss]
     weights = [torch.randn(x.shape, generator=rand, dtype=torch.float64) for x in results]

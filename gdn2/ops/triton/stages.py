@@ -39,12 +39,13 @@ class Factors(NamedTuple):
     deep: Tensor  # [M, H] whether a chunk has rows that `deep.py` looks after
 
 
-def chunk_table(cu_seqlens: Tensor, tokens: int, size: int) -> Table:
-    """Build the table on the device, reading nothing back."""
+def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
+    """Build the table on the device, reading nothing back; `chunks` may be more than there are."""
+    cu_seqlens = cu_seqlens.long()
     lengths = cu_seqlens.diff()
     first = torch.zeros_like(cu_seqlens)
     first[1:] = ((lengths + size - 1) // size).cumsum(0)
-    chunk = torch.arange(tokens // size + lengths.numel(), device=cu_seqlens.device)
+    chunk = torch.arange(chunks, device=cu_seqlens.device)
     sequence = torch.searchsorted(first[1:].contiguous(), chunk, right=True)
     known = sequence < lengths.numel()
     sequence = sequence.clamp(max=lengths.numel() - 1)
@@ -88,27 +89,32 @@ def sizes(x: Operands) -> dict[str, int]:
     }
 
 
+def new_factors(x: Operands, chunks: int, size: int) -> Factors:
+    """Allocate the factors."""
+    H, DK, width = x.heads, x.k.shape[2], x.v.shape[1] * x.v.shape[2] // x.heads
+
+    def new(*shape: int) -> Tensor:
+        return x.k.new_empty(chunks, H, *shape)
+
+    return Factors(
+        Q_gamma=new(size, DK),
+        K_tail=new(size, DK),
+        gamma_C=x.k.new_empty(chunks, H, DK, dtype=state_dtype(x.q)),
+        A_qk=new(size, size),
+        A=None if x.b is None else new(size, size),
+        Y=None if x.b is None else new(size, DK),
+        U=new(size, width),
+        deep=x.k.new_empty(chunks, H, dtype=torch.int32),
+    )
+
+
 def intra(x: Operands, table: Table, solve: str) -> Factors:
     """Everything a chunk can compute on its own (Eqs. 18–22, 25)."""
     M, H, C, DK = table.start.numel(), x.heads, table.size, x.k.shape[2]
-    width = x.v.shape[1] * x.v.shape[2] // H
     erases = x.b is not None
-
-    def new(*shape: int) -> Tensor:
-        return x.k.new_empty(M, H, *shape)
-
-    f = Factors(
-        Q_gamma=new(C, DK),
-        K_tail=new(C, DK),
-        gamma_C=new(DK).to(state_dtype(x.q)),
-        A_qk=new(C, C),
-        A=new(C, C) if erases else None,
-        Y=new(C, DK) if erases else None,
-        U=new(C, width),
-        deep=torch.empty(M, H, dtype=torch.int32, device=x.k.device),
-    )
+    f = new_factors(x, M, C)
     T = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q)) if erases else None
-    E_bar = new(C, DK) if erases else None
+    E_bar = torch.empty_like(f.Y) if f.Y is not None else None
     arithmetic = precision(x.q.dtype, solve)
     products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
     how = launch("scores")

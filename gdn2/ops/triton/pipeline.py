@@ -1,0 +1,77 @@
+"""Forward and backward of the whole operator, composed of the kernels."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gdn2.ops.chunkwise import Operands
+from gdn2.ops.pipeline import Batch, Gradients
+from gdn2.ops.triton import stages
+from gdn2.ops.triton.stages import Factors, Table
+
+SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
+
+
+def forward(
+    x: Operands, batch: Batch, state: Tensor, keep: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
+    x, table = contiguous(x), chunk_table(x, batch)
+    f = stages.intra(x, table, batch.solve_precision)
+    o, final, _, _ = stages.scan(x, f, table, state.contiguous(), outputs=True, save=False)
+    assert o is not None and final is not None
+    return o, final, [t for t in f if t is not None] if keep == "factors" else []
+
+
+def backward(
+    x: Operands, batch: Batch, state: Tensor, saved: list[Tensor], do: Tensor, d_final: Tensor
+) -> Gradients:
+    """Gradients of all operands and of the initial state, from those of output and final state."""
+    x, table = contiguous(x), chunk_table(x, batch)
+    f = restore(saved, x.b is not None) if saved else stages.intra(x, table, batch.solve_precision)
+    _, _, starts, R = stages.scan(x, f, table, state.contiguous(), outputs=False, save=True)
+    assert starts is not None and R is not None
+    dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final.contiguous())
+    grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
+    return Gradients(*[*grads, d_state])
+
+
+def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:
+    """Nothing, or all factors."""
+    if keep != "factors":
+        return []
+    batch = enlarged(batch)
+    return [t for t in stages.new_factors(x, batch.chunks, batch.chunk_size) if t is not None]
+
+
+def restore(saved: list[Tensor], erases: bool) -> Factors:
+    """Put the absent A and Y back in their places."""
+    fields = [*saved] if erases else [*saved[:4], None, None, *saved[4:]]
+    return Factors(*fields)
+
+
+def contiguous(x: Operands) -> Operands:
+    """The kernels take no strides."""
+    tensors = (None if t is None else t.contiguous() for t in (x.q, x.k, x.v, x.g, x.b, x.w))
+    return Operands(*tensors, x.scale)  # type: ignore[call-arg, arg-type]
+
+
+def enlarged(batch: Batch) -> Batch:
+    """The batch with chunks no smaller than the kernels can take."""
+    return batch._replace(chunk_size=max(batch.chunk_size, SMALLEST_CHUNK))
+
+
+def chunk_table(x: Operands, batch: Batch) -> Table:
+    """The table of a batch; those of dense batches are made once."""
+    batch = enlarged(batch)
+    if batch.cu_seqlens is None:
+        return dense_table(batch.rows, batch.length, batch.chunk_size, x.k.device)
+    return stages.chunk_table(batch.cu_seqlens, batch.chunks, batch.chunk_size)
+
+
+@cache
+def dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
+    """Equal lengths are packing too."""
+    cu_seqlens = torch.arange(rows + 1, device=device) * length
+    return stages.chunk_table(cu_seqlens, rows * ((length + size - 1) // size), size)
