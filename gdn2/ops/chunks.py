@@ -6,7 +6,7 @@ handles together are then neighbours, and so are the sequences that still go on.
 lengths, so nothing downstream knows the difference.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -22,6 +22,8 @@ class ChunkTable:
     filled: Tensor | None  # [M * C] False in padding slots; None when there are none
     active: tuple[int, ...]  # sequences that go on at each step of the scan
     order: Tensor  # [N] sequences, longest first
+    regular: bool  # equal lengths without padding: chunks are a strided view of the tokens
+    step: int = 0  # of the scan where this (part of a) table begins
 
     @property
     def offsets(self) -> list[int]:
@@ -33,10 +35,20 @@ class ChunkTable:
         rows = self.offsets
         slots = slice(rows[first] * self.size, rows[last] * self.size)
         filled = None if self.filled is None else self.filled[slots]
-        return ChunkTable(self.size, self.token[slots], filled, self.active[first:last], self.order)
+        return replace(
+            self, token=self.token[slots], filled=filled, active=self.active[first:last], step=first
+        )
+
+    def view(self, x: Tensor) -> Tensor:
+        """View the tokens [L, H, d] of a regular table as [steps, N, H, C, d]."""
+        steps = x.unflatten(0, (len(self.order), -1, self.size)).permute(1, 0, 3, 2, 4)
+        return steps[self.step : self.step + len(self.active)]
 
     def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather packed tokens [L, H, d] into chunks [M, H, C, d]; padding slots are zero."""
+        if self.regular:
+            tile = self.view(x)
+            return torch.empty(tile.shape, dtype=dtype, device=x.device).copy_(tile).flatten(0, 1)
         tile = x.index_select(0, self.token)
         if self.filled is not None:
             tile.masked_fill_(~self.filled[:, None, None], 0)
@@ -45,6 +57,9 @@ class ChunkTable:
 
     def store(self, target: Tensor, tile: Tensor) -> None:
         """Scatter chunks [M, H, C, d] into packed tokens [L, H, d]; padding slots are dropped."""
+        if self.regular:
+            self.view(target).copy_(tile.unflatten(0, (len(self.active), -1)))
+            return
         token, rows = self.token, tile.transpose(1, 2).flatten(0, 1).to(target.dtype)
         if self.filled is not None:
             token, rows = token[self.filled], rows[self.filled]
@@ -69,4 +84,5 @@ def chunk_table(lengths: list[int], size: int, device: torch.device) -> ChunkTab
         filled=None if bool(filled.all()) else filled.flatten().to(device),
         active=tuple(torch.bincount(step, minlength=steps).tolist()),
         order=torch.tensor(order, dtype=torch.long, device=device),
+        regular=steps > 0 and len(set(lengths)) == 1 and lengths[0] % size == 0,
     )

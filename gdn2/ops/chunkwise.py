@@ -58,11 +58,21 @@ def key_side_heads(k: Sequence[int], g: Sequence[int], b: Sequence[int] | None) 
     return lcm(k[-2], g[-2], 1 if b is None else b[-2])
 
 
-class Factors(NamedTuple):
-    """What `scan` and `gradient` need of each chunk."""
+class Tiles(NamedTuple):
+    """The operands of each chunk."""
 
     X: Tensor  # [M, H, C, n, d_k] readers: scale · q, and b ⊙ k
     K: Tensor  # [M, H, C, d_k]
+    V: Tensor  # [M, H_v, C, d_v] of one value head
+    g: Tensor  # [M, H, C, d_k or 1]
+    B: Tensor | None  # [M, H, C, d_k or 1]
+    W: Tensor | None  # [M, H_v, C, d_v or 1]
+
+
+class Factors(NamedTuple):
+    """What `scan` and `gradient` need of each chunk."""
+
+    tiles: Tiles
     decay: Decays
     X_gamma: Tensor  # [M, H, C, n, d_k] readers at the chunk's start: Q_γ and Ē
     K_tail: Tensor  # [M, H, C, d_k] keys at the chunk's end (Eq. 41)
@@ -76,17 +86,18 @@ def intra(
     x: Operands, chunks: ChunkTable, dtype: torch.dtype, matrices: Sequence[Tensor] = ()
 ) -> Factors:
     """Everything a chunk can compute on its own (Eqs. 18–22, 25); `matrices` are A_qk and A if known."""
-    X, K, Z, g = load_operands(x, chunks, dtype)
-    decay = chunk_decays(g)
-    X_gamma = X * decay.gamma.unsqueeze(-2)
-    K_tail = K * decay.tail
+    t = load_tiles(x, chunks, dtype)
+    Z = fold(t.V if t.W is None else t.W * t.V, x.heads)
+    decay = chunk_decays(t.g)
+    X_gamma = t.X * decay.gamma.unsqueeze(-2)
+    K_tail = t.K * decay.tail
     if matrices:
         A_qk, A = matrices[0], None if x.b is None else matrices[1]
     else:
-        A_qk, T = scores(X, K, decay)
+        A_qk, T = scores(t.X, t.K, decay)
         A = None if T is None else unit_lower_inverse(T)
     Y, U = (None, Z) if A is None else (A @ X_gamma[..., 1, :], A @ Z)
-    return Factors(X, K, decay, X_gamma, K_tail, A_qk, A, Y, U)
+    return Factors(t, decay, X_gamma, K_tail, A_qk, A, Y, U)
 
 
 def scores(X: Tensor, K: Tensor, decay: Decays) -> tuple[Tensor, Tensor | None]:
@@ -104,23 +115,20 @@ def rows_of(X: Tensor, decay: Tensor, h: int) -> Tensor:
     return (second(X, h, -3) * decay.unsqueeze(-2)).flatten(-3, -2)
 
 
-def load_operands(
-    x: Operands, chunks: ChunkTable, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chunks of readers, keys, gated values and log-decays, all on the key-side heads."""
+def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
+    """Load the operands, the key-side ones all on the key-side heads."""
 
     def load(t: Tensor) -> Tensor:
         tile = chunks.load(t, dtype)
         return tile.repeat_interleave(x.heads // t.shape[1], 1) if t.shape[1] < x.heads else tile
 
-    K, V = load(x.k), chunks.load(x.v, dtype)
-    X = K.new_empty(*K.shape[:-1], 1 if x.b is None else 2, K.shape[-1])
+    K, B = load(x.k), None if x.b is None else load(x.b)
+    X = K.new_empty(*K.shape[:-1], 1 if B is None else 2, K.shape[-1])
     torch.mul(load(x.q), x.scale, out=X[..., 0, :])
-    if x.b is not None:
-        torch.mul(load(x.b), K, out=X[..., 1, :])
-    if x.w is not None:
-        V *= chunks.load(x.w, dtype)
-    return X, K, fold(V, x.heads), load(x.g)
+    if B is not None:
+        torch.mul(B, K, out=X[..., 1, :])
+    W = None if x.w is None else chunks.load(x.w, dtype)
+    return Tiles(X, K, chunks.load(x.v, dtype), load(x.g), B, W)
 
 
 def fold(V: Tensor, heads: int) -> Tensor:
@@ -142,16 +150,17 @@ def scan(f: Factors, chunks: ChunkTable, state: Tensor) -> tuple[Tensor, Tensor,
 
     O = Q_γ S + A_qk R needs no order, so only R and S are computed step by step.
     """
-    gamma_C = f.decay.gamma_C.mT
-    starts = f.K.new_empty(f.K.shape[0], *state.shape[1:])
+    starts = state.new_empty(f.K_tail.shape[0], *state.shape[1:])
     R = f.U if f.Y is None else torch.empty_like(f.U)
+    gamma_C = f.decay.gamma_C.mT
     for n, (i, j) in enumerate(steps(chunks)):
         S = state[: chunks.active[n]]
-        starts[i:j] = S
+        starts[i:j].copy_(S)
         if f.Y is not None:
             torch.sub(f.U[i:j], f.Y[i:j] @ S, out=R[i:j])
         S.mul_(gamma_C[i:j]).add_(f.K_tail[i:j].mT @ R[i:j])
-    O = f.X_gamma[..., 0, :] @ starts + f.A_qk @ R
+    O = f.X_gamma[..., 0, :] @ starts
+    O += f.A_qk @ R
     return O, R, starts
 
 
@@ -162,15 +171,15 @@ def scan_reverse(
 
     dR = A_qkᵀ dO + K_tail dS_C and dS₀ = γ_C ⊙ dS_C + Q_γᵀ dO − Yᵀ dR (Eqs. 54, 56, 57, 59, 63).
     """
-    gamma_C = f.decay.gamma_C.mT
     dR = f.A_qk.mT @ dO
     d_read = f.X_gamma[..., 0, :].mT @ dO
     ends = torch.empty_like(d_read)
+    gamma_C = f.decay.gamma_C.mT
     for n, (i, j) in reversed(list(enumerate(steps(chunks)))):
         dS = d_state[: chunks.active[n]]
-        ends[i:j] = dS
+        ends[i:j].copy_(dS)
         dR[i:j] += f.K_tail[i:j] @ dS
-        dS.mul_(gamma_C[i:j]).add_(d_read[i:j])
+        torch.addcmul(d_read[i:j], dS, gamma_C[i:j], out=dS)
         if f.Y is not None:
             dS.sub_(f.Y[i:j].mT @ dR[i:j])
     return dR, ends
@@ -189,35 +198,44 @@ def gradient(
     With dZ = Aᵀ dR the paper's dA products (Eqs. 64–66) collapse to dT = −tril(dZ Rᵀ, −1): the erase row behaves like a
     query whose output gradient is −dZ. One stacked gradient of all reads gives dA_qk and dT, dQ_γ and dĒ.
     """
+    X, K, decay = f.tiles.X, f.tiles.K, f.decay
     dZ = dR if f.A is None else f.A.mT @ dR
-    d_reads = dO if f.A is None else torch.stack([dO, -dZ], -2).flatten(-3, -2)  # [M, H, C·n, d_v]
-    readers = f.X.shape[-3:-1]
-    dP = (d_reads @ R.mT).unflatten(-2, readers)  # [M, H, C, n, C]: dA_qk and dT
-    dX = (d_reads @ S.mT).unflatten(-2, readers) * f.decay.gamma.unsqueeze(-2)
-    dK = (R @ dS_C.mT) * f.decay.tail
+    d_reads = dO.unsqueeze(-2) if f.A is None else torch.stack([dO, -dZ], -2)  # [M, H, C, n, d_v]
+    flat = d_reads.flatten(-3, -2)
+    dP = (flat @ R.mT).unflatten(-2, X.shape[-3:-1])  # [M, H, C, n, C]: dA_qk and dT
+    dX = (flat @ S.mT).view_as(X).mul_(decay.gamma.unsqueeze(-2))
+    dK = (R @ dS_C.mT).mul_(decay.tail)
 
     # g through γ, K_tail and γ_C; the levels below add what it does between rows and columns
-    d_since = sum_to_width((dX * f.X).sum(-2), f.decay.gamma)
-    d_after = sum_to_width(dK * f.K, f.decay.gamma)
-    d_chunk = f.decay.gamma_C.squeeze(-2) * sum_to_width((dS_C * S).sum(-1), f.decay.gamma)
+    d_since, d_after = torch.zeros_like(f.tiles.g), torch.zeros_like(f.tiles.g)
+    add_product(d_since, dX, X)
+    add_product(d_after, dK.unsqueeze(-2), K.unsqueeze(-2))
+    d_chunk = decay.gamma_C.squeeze(-2) * sum_to_width((dS_C * S).sum(-1), decay.gamma_C)
     d_since[..., -1, :] += d_chunk
 
     d_diagonal = dP[..., 0, :].diagonal(dim1=-2, dim2=-1)[..., None]
-    dX[..., 0, :].addcmul_(d_diagonal, f.K)
-    dK.addcmul_(d_diagonal, f.X[..., 0, :])
-    for h, (rows, columns) in reversed(
-        list(zip(halves(f.K.shape[-2]), f.decay.levels, strict=True))
-    ):
+    dX[..., 0, :].addcmul_(d_diagonal, K)
+    dK.addcmul_(d_diagonal, X[..., 0, :])
+    for h, (rows, columns) in reversed([*zip(halves(K.shape[-2]), decay.levels, strict=True)]):
         shrink_gradient(d_since, d_after, h)
         dM = quarter(dP, h).flatten(-3, -2)  # […, C/2h, h·n, h]
-        X, K = second(f.X, h, -3), first(f.K, h)
-        d_row = (dM @ (K * columns)).view_as(X).mul_(rows.unsqueeze(-2))
-        d_column = (dM.mT @ rows_of(f.X, rows, h)).mul_(columns)
-        second(dX, h, -3).add_(d_row)
-        first(dK, h).add_(d_column)
-        second(d_since, h).add_(sum_to_width((d_row * X).sum(-2), rows))
-        first(d_after, h).add_(sum_to_width(d_column * K, columns))
+        row, column = rows_of(X, rows, h), first(K, h) * columns
+        d_row = (dM @ column).unflatten(-2, (h, -1))
+        d_column = dM.mT @ row
+        second(dX, h, -3).addcmul_(d_row, rows.unsqueeze(-2))
+        first(dK, h).addcmul_(d_column, columns)
+        add_product(second(d_since, h), d_row, row.view_as(d_row))
+        add_product(first(d_after, h), d_column.unsqueeze(-2), column.unsqueeze(-2))
     return dX, dK, dZ, d_since
+
+
+def add_product(target: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x ⊙ y […, n, d], summed over the readers n, and over d if the target has width one."""
+    if target.shape[-1] < x.shape[-1]:
+        target += (x * y).sum((-2, -1)).unsqueeze(-1)
+        return
+    for i in range(x.shape[-2]):
+        target.addcmul_(x[..., i, :], y[..., i, :])
 
 
 def sum_to_width(x: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gdn2.ops import chunkwise
 from gdn2.ops.arguments import check_decay, state_dtype
 from gdn2.ops.chunks import ChunkTable, chunk_table
-from gdn2.ops.chunkwise import Operands, fold, sum_to_width, unfold
+from gdn2.ops.chunkwise import Operands, Tiles, fold, sum_to_width, unfold
 from gdn2.ops.packing import sequence_lengths
 
 
@@ -116,21 +116,21 @@ def backward(
         R = f.U if f.Y is None else f.U - f.Y @ S
         dO = fold(chunks.load(do, state.dtype), x.heads)
         dR, ends = chunkwise.scan_reverse(f, chunks, dO, dS)
-        tiles = chunkwise.gradient(f, S, R, dO, dR, ends)
-        store_gradients(grads, x, chunks, f.K, tiles)
+        d_tiles = chunkwise.gradient(f, S, R, dO, dR, ends)
+        store_gradients(grads, x.scale, chunks, f.tiles, d_tiles)
     grads.state.copy_(restore(unfold(dS, x.v.shape[1]), table.order))
     return grads
 
 
 def store_gradients(
     grads: Gradients,
-    x: Operands,
+    scale: float,
     chunks: ChunkTable,
-    K: Tensor,
-    tiles: tuple[Tensor, Tensor, Tensor, Tensor],
+    tiles: Tiles,
+    d_tiles: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Undo the gates (Eqs. 73–75) and sum each gradient over what its operand was broadcast over."""
-    dX, dK, dZ, dg = tiles
+    dX, dK, dZ, dg = d_tiles
 
     def store(target: Tensor, tile: Tensor) -> None:
         heads = target.shape[1]
@@ -138,16 +138,15 @@ def store_gradients(
             tile = tile.unflatten(1, (heads, -1)).sum(2)
         chunks.store(target, sum_to_width(tile, target))
 
-    if x.b is not None:
+    if tiles.B is not None:
         dE = dX[..., 1, :]
-        B = chunks.load(x.b, K.dtype)
-        dK.addcmul_(dE, B.repeat_interleave(x.heads // B.shape[1], 1))
-        store(grads.b, dE * K)
-    dV = unfold(dZ, x.v.shape[1])
-    if x.w is not None:
-        store(grads.w, dV * chunks.load(x.v, K.dtype))
-        dV = dV * chunks.load(x.w, K.dtype)
-    store(grads.q, dX[..., 0, :] * x.scale)
+        dK.addcmul_(dE, tiles.B)
+        store(grads.b, dE * tiles.K)
+    dV = unfold(dZ, tiles.V.shape[1])
+    if tiles.W is not None:
+        store(grads.w, dV * tiles.V)
+        dV = dV * tiles.W
+    store(grads.q, dX[..., 0, :] * scale)
     store(grads.k, dK)
     store(grads.v, dV)
     store(grads.g, dg)
