@@ -32,18 +32,19 @@ def check_operands(
 ) -> None:
     """Check shapes, dtypes and devices of the six operands."""
     for name, x in {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}.items():
-        if x is None:
+        if x is None and name in ("b", "w"):
             continue
         require(isinstance(x, Tensor), name, type(x).__name__, "a tensor")
-        require(x.ndim == 4, name, f"shape {tuple(x.shape)}", "[batch, length, heads, width]")
+        assert x is not None
+        require(x.ndim == 4, name, ("shape", x), "[batch, length, heads, width]")
         require(x.dtype in DTYPES, name, x.dtype, "fp64, fp32, bf16 or fp16")
         require(x.device == q.device, name, f"device {x.device}", f"q's device {q.device}")
         batch, length = q.shape[:2]
         require(
             x.shape[0] == batch and x.shape[1] == length,
             name,
-            f"shape {tuple(x.shape)}",
-            f"batch {batch} and length {length} as q",
+            ("shape", x),
+            ("q's batch and length, q has", q),
         )
     for name, x in {"k": k, "v": v}.items():
         require(x.dtype == q.dtype, name, x.dtype, f"q's dtype {q.dtype}")
@@ -60,7 +61,7 @@ def check_widths(
     key_width, value_heads, value_width = q.shape[3], v.shape[2], v.shape[3]
     for name, width in {"q": key_width, "v": value_width}.items():
         require(1 <= width <= MAX_WIDTH, name, f"width {width}", f"a width from 1 to {MAX_WIDTH}")
-    require(k.shape == q.shape, "k", f"shape {tuple(k.shape)}", f"q's shape {tuple(q.shape)}")
+    require(k.shape == q.shape, "k", ("shape", k), ("q's shape", q))
     for name, x in {"q": q, "g": g, "b": b}.items():
         if x is not None:
             fits = x.shape[2] > 0 and value_heads % x.shape[2] == 0
@@ -77,18 +78,32 @@ def check_state(name: str, state: Tensor, sequences: int, q: Tensor, v: Tensor) 
     """Check a recurrent state [sequences, value heads, key width, value width]."""
     require(isinstance(state, Tensor), name, type(state).__name__, "a tensor")
     shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
-    require(tuple(state.shape) == shape, name, f"shape {tuple(state.shape)}", f"{shape}")
+    require(tuple(state.shape) == shape, name, ("shape", state), shape)
     require(state.dtype == state_dtype(q), name, state.dtype, f"{state_dtype(q)}")
     require(state.device == q.device, name, f"device {state.device}", f"q's device {q.device}")
 
 
 def check_decay(g: Tensor) -> None:
     """Check that no log-decay is positive; reads the values, so it waits for a GPU."""
-    if g.numel() and bool((g > 0).any()):
-        require(False, "g", f"largest entry {float(g.max()):g}", "log-decays of at most 0")
+    if g.numel() and (largest := float(g.detach().max())) > 0:
+        require(False, "g", f"largest entry {largest:g}", "log-decays of at most 0")
 
 
-def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise the one-line error unless it holds."""
+Said = object | tuple[str, Tensor]  # words, or words and the tensor whose shape ends them
+
+
+def require(holds: bool, name: str, value: Said, expected: Said) -> None:
+    """Raise the one-line error unless it holds.
+
+    Shapes are put into words only here: under `torch.compile` a number in a string is a constant, and each length would
+    compile anew.
+    """
     if not holds:
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+        raise ValueError(f"{name}: got {_words(value)}, expected {_words(expected)}")
+
+
+def _words(said: Said) -> str:
+    match said:
+        case (str(words), Tensor() as x):
+            return f"{words} {tuple(x.shape)}"
+    return str(said)

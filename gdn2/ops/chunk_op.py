@@ -32,7 +32,13 @@ class Pipeline(Protocol):
         """Output [L, H_v, d_v], final state and what is kept."""
 
     def backward(
-        self, x: Operands, batch: Batch, state: Tensor, saved: list[Tensor], do: Tensor, d_final: Tensor
+        self,
+        x: Operands,
+        batch: Batch,
+        state: Tensor,
+        saved: list[Tensor],
+        do: Tensor,
+        d_final: Tensor,
     ) -> Gradients:
         """Gradients of operands and initial state."""
 
@@ -172,7 +178,7 @@ def _backward_flops(
     saved, chunk_size = rest[3], rest[5]  # after w, state and cu_seqlens; after scale
     heads = key_side_heads(k, g, b)
     width = v[2] * v[3] // heads
-    recompute = len(saved) < 2
+    recompute = len(saved) == 0
     per_token = rule_backward_flops(k[3], width, chunk_size, b is not None, recompute)
     return int(q[0] * q[1] * heads * per_token)
 
@@ -195,10 +201,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     *tensors, scale, chunk_size, solve_precision, _keep, backend = inputs
     ctx.save_for_backward(*tensors, *output[2])
     ctx.options = scale, chunk_size, solve_precision, backend
+    ctx.set_materialize_grads(False)  # what is kept gets no gradient, so none should be made up
 
 
-def _backward(ctx: Any, do: Tensor, d_final: Tensor, _saved: Any) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, do: Tensor | None, d_final: Tensor | None, _saved: Any
+) -> tuple[Tensor | None, ...]:
     tensors, saved = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
+    q, v, cu_seqlens = tensors[0], tensors[2], tensors[7]
+    if do is None:
+        do = torch.zeros_like(v)
+    if d_final is None:
+        d_final = new_state(q, v, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     grads = chunk_backward(do, d_final, *tensors, saved, *ctx.options)
     present = [x is not None for x in tensors[:7]]
     return *(d if p else None for d, p in zip(grads, present, strict=True)), *[None] * 6

@@ -39,26 +39,34 @@ class ChunkTable:
             self, token=self.token[slots], filled=filled, active=self.active[first:last], step=first
         )
 
-    def view(self, x: Tensor) -> Tensor:
-        """View the tokens [L, H, d] of a regular table as [steps, N, H, C, d]."""
-        steps = x.unflatten(0, (len(self.order), -1, self.size)).permute(1, 0, 3, 2, 4)
-        return steps[self.step : self.step + len(self.active)]
+    def peek(self, x: Tensor) -> Tensor:
+        """Packed tokens [L, H, d] as chunks, in the shape of `shaped`: a view where the table is regular, else a copy.
 
-    def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather packed tokens [L, H, d] into chunks [M, H, C, d]; padding slots are zero."""
+        Padding slots are zero.
+        """
         if self.regular:
-            tile = self.view(x)
-            return torch.empty(tile.shape, dtype=dtype, device=x.device).copy_(tile).flatten(0, 1)
+            steps = x.unflatten(0, (len(self.order), -1, self.size)).permute(1, 0, 3, 2, 4)
+            return steps[self.step : self.step + len(self.active)]
         tile = x.index_select(0, self.token)
         if self.filled is not None:
             tile.masked_fill_(~self.filled[:, None, None], 0)
-        tile = tile.unflatten(0, (-1, self.size)).transpose(1, 2)
-        return torch.empty(tile.shape, dtype=dtype, device=x.device).copy_(tile)
+        return tile.unflatten(0, (-1, self.size)).transpose(1, 2)
+
+    def shaped(self, tile: Tensor) -> Tensor:
+        """View chunks [M, H, C, d] as [steps, N, H, C, d] where the table is regular."""
+        return tile.unflatten(0, (len(self.active), -1)) if self.regular else tile
+
+    def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy packed tokens [L, H, d] into chunks [M, H, C, d]."""
+        chunks = len(self.token) // self.size
+        tile = torch.empty(chunks, x.shape[1], self.size, x.shape[2], dtype=dtype, device=x.device)
+        self.shaped(tile).copy_(self.peek(x))
+        return tile
 
     def store(self, target: Tensor, tile: Tensor) -> None:
-        """Scatter chunks [M, H, C, d] into packed tokens [L, H, d]; padding slots are dropped."""
+        """Copy chunks [M, H, C, d] into packed tokens [L, H, d]; padding slots are dropped."""
         if self.regular:
-            self.view(target).copy_(tile.unflatten(0, (len(self.active), -1)))
+            self.peek(target).copy_(self.shaped(tile))
             return
         token, rows = self.token, tile.transpose(1, 2).flatten(0, 1).to(target.dtype)
         if self.filled is not None:

@@ -15,8 +15,7 @@ value, since nothing in a chunk mixes value channels.
 Shapes: M chunks, H key-side heads, C tokens, n readers; d_v counts the columns of all value heads of a key head.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -25,8 +24,10 @@ from torch import Tensor
 
 from gdn2.ops.chunks import ChunkTable
 from gdn2.ops.halving import (
-    Decays,
-    chunk_decays,
+    BASE,
+    Base,
+    DecayTree,
+    diagonal_blocks,
     first,
     halves,
     quarter,
@@ -59,55 +60,82 @@ def key_side_heads(k: Sequence[int], g: Sequence[int], b: Sequence[int] | None) 
 
 
 class Tiles(NamedTuple):
-    """The operands of each chunk."""
+    """The key-side operands of each chunk, erase gate applied."""
 
     X: Tensor  # [M, H, C, n, d_k] readers: scale · q, and b ⊙ k
     K: Tensor  # [M, H, C, d_k]
-    V: Tensor  # [M, H_v, C, d_v] of one value head
     g: Tensor  # [M, H, C, d_k or 1]
-    B: Tensor | None  # [M, H, C, d_k or 1]
-    W: Tensor | None  # [M, H_v, C, d_v or 1]
 
 
 class Factors(NamedTuple):
-    """What `scan` and `gradient` need of each chunk."""
+    """Elementwise results of each chunk: cheap, so the backward computes them again."""
 
     tiles: Tiles
-    decay: Decays
+    gamma: Tensor  # [M, H, C, d_k or 1] decay since the chunk's start (Eq. 18)
+    tail: Tensor  # [M, H, C, d_k or 1] decay until the chunk's end
+    gamma_C: Tensor  # [M, H, d_k or 1, 1] decay of the whole chunk
     X_gamma: Tensor  # [M, H, C, n, d_k] readers at the chunk's start: Q_γ and Ē
     K_tail: Tensor  # [M, H, C, d_k] keys at the chunk's end (Eq. 41)
-    A_qk: Tensor  # [M, H, C, C] scores (Eq. 25)
+    levels: list[tuple[int, Tensor, Tensor]]  # h, row and column decays; for the backward only
+    base: Base  # decays of the smallest blocks
+
+
+class Matrices(NamedTuple):
+    """Scores of each chunk, and the inverse where something is erased."""
+
+    A_qk: Tensor  # [M, H, C, C] (Eq. 25)
     A: Tensor | None  # [M, H, C, C] (I + T)⁻¹ (Eq. 21)
-    Y: Tensor | None  # [M, H, C, d_k] A Ē (Eq. 22)
-    U: Tensor  # [M, H, C, d_v] A Z
 
 
-def intra(
-    x: Operands, chunks: ChunkTable, dtype: torch.dtype, matrices: Sequence[Tensor] = ()
-) -> Factors:
-    """Everything a chunk can compute on its own (Eqs. 18–22, 25); `matrices` are A_qk and A if known."""
+def intra(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> tuple[Factors, Matrices]:
+    """Everything a chunk can compute on its own (Eqs. 18–21, 25)."""
     t = load_tiles(x, chunks, dtype)
-    Z = fold(t.V if t.W is None else t.W * t.V, x.heads)
-    decay = chunk_decays(t.g)
-    X_gamma = t.X * decay.gamma.unsqueeze(-2)
-    K_tail = t.K * decay.tail
-    if matrices:
-        A_qk, A = matrices[0], None if x.b is None else matrices[1]
-    else:
-        A_qk, T = scores(t.X, t.K, decay)
-        A = None if T is None else unit_lower_inverse(T)
-    Y, U = (None, Z) if A is None else (A @ X_gamma[..., 1, :], A @ Z)
-    return Factors(t, decay, X_gamma, K_tail, A_qk, A, Y, U)
+    tree = DecayTree(t.g)
+    A_qk, T = scores(t.X, t.K, tree)
+    return decayed(t, tree, []), Matrices(A_qk, None if T is None else unit_lower_inverse(T))
 
 
-def scores(X: Tensor, K: Tensor, decay: Decays) -> tuple[Tensor, Tensor | None]:
+def intra_again(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Factors:
+    """The factors once more for the backward, which keeps the matrices and needs the decays of each level."""
+    t = load_tiles(x, chunks, dtype)
+    tree = DecayTree(t.g)
+    return decayed(
+        t, tree, [(h, rows.clone(), columns.clone()) for h, rows, columns in tree.levels()]
+    )
+
+
+def decayed(t: Tiles, tree: DecayTree, levels: list[tuple[int, Tensor, Tensor]]) -> Factors:
+    """Readers at the chunk's start and keys at its end, from a fully grown tree."""
+    X_gamma, K_tail = t.X * tree.since.unsqueeze(-2), t.K * tree.after
+    return Factors(t, tree.since, tree.after, tree.block.mT, X_gamma, K_tail, levels, tree.base)
+
+
+def scores(X: Tensor, K: Tensor, tree: DecayTree) -> tuple[Tensor, Tensor | None]:
     """A_qk and, with a second reader, T: products of readers and earlier keys, level by level."""
     P = K.new_zeros(*X.shape[:-1], K.shape[-2])  # [M, H, C, n, C]
-    P[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((X[..., 0, :] * K).sum(-1))
-    for h, (rows, columns) in zip(halves(K.shape[-2]), decay.levels, strict=True):
+    for h, rows, columns in tree.levels():
         met = rows_of(X, rows, h) @ (first(K, h) * columns).mT
         quarter(P, h).copy_(met.unflatten(-2, (h, -1)))
+    row, column = base_factors(X, K, tree.base)
+    met = (row @ column.mT).unflatten(-2, (BASE, -1))
+    blocks = diagonal_blocks(P, BASE)
+    blocks.copy_(torch.where(base_mask(tree.base, met), met, blocks))
+    P[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((X[..., 0, :] * K).sum(-1))
     return P[..., 0, :], P[..., 1, :] if X.shape[-2] > 1 else None
+
+
+def base_factors(X: Tensor, K: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+    """Rows […, C/16, 16·n, d_k] and columns […, C/16, 16, d_k] of the blocks that are met at once."""
+    row = (X * base.since.unsqueeze(-2)).unflatten(-3, (-1, BASE)).flatten(-3, -2)
+    return row, (K * base.inverse).unflatten(-2, (-1, BASE))
+
+
+def base_mask(base: Base, met: Tensor) -> Tensor:
+    """Pairs r > s of rows that are not too deep, as […, C/16, 16, 1, 16]."""
+    mask = torch.ones(BASE, BASE, dtype=torch.bool, device=met.device).tril(-1).unsqueeze(1)
+    if base.shallow is None:
+        return mask
+    return mask & base.shallow.unflatten(-2, (-1, BASE)).unsqueeze(-1)
 
 
 def rows_of(X: Tensor, decay: Tensor, h: int) -> Tensor:
@@ -116,19 +144,32 @@ def rows_of(X: Tensor, decay: Tensor, h: int) -> Tensor:
 
 
 def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
-    """Load the operands, the key-side ones all on the key-side heads."""
+    """Load the key-side operands onto the key-side heads and apply the erase gate."""
 
     def load(t: Tensor) -> Tensor:
-        tile = chunks.load(t, dtype)
-        return tile.repeat_interleave(x.heads // t.shape[1], 1) if t.shape[1] < x.heads else tile
+        return spread(chunks.load(t, dtype), x.heads, 1)
 
-    K, B = load(x.k), None if x.b is None else load(x.b)
-    X = K.new_empty(*K.shape[:-1], 1 if B is None else 2, K.shape[-1])
-    torch.mul(load(x.q), x.scale, out=X[..., 0, :])
-    if B is not None:
-        torch.mul(B, K, out=X[..., 1, :])
-    W = None if x.w is None else chunks.load(x.w, dtype)
-    return Tiles(X, K, chunks.load(x.v, dtype), load(x.g), B, W)
+    K = load(x.k)
+    X = K.new_empty(*K.shape[:-1], 1 if x.b is None else 2, K.shape[-1])
+    q, e = chunks.shaped(X[..., 0, :]), chunks.shaped(X[..., -1, :])
+    torch.mul(spread(chunks.peek(x.q), x.heads, -3).to(dtype), x.scale, out=q)
+    if x.b is not None:
+        torch.mul(spread(chunks.peek(x.b), x.heads, -3).to(dtype), chunks.shaped(K), out=e)
+    return Tiles(X, K, load(x.g))
+
+
+def load_values(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
+    """Z = w ⊙ v [M, H, C, d_v] (Eq. 20)."""
+    Z = chunks.load(x.v, dtype)
+    if x.w is not None:
+        chunks.shaped(Z).mul_(chunks.peek(x.w))
+    return fold(Z, x.heads)
+
+
+def spread(tile: Tensor, heads: int, axis: int) -> Tensor:
+    """Repeat the heads of an operand that has fewer."""
+    count = tile.shape[axis]
+    return tile if count == heads else tile.repeat_interleave(heads // count, axis)
 
 
 def fold(V: Tensor, heads: int) -> Tensor:
@@ -145,97 +186,146 @@ def unfold(V: Tensor, heads: int) -> Tensor:
     return V.unflatten(3, (heads // V.shape[1], -1)).transpose(2, 3).flatten(1, 2)
 
 
-def scan(f: Factors, chunks: ChunkTable, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, residuals and the state at each chunk's start; `state` moves to the end (Eqs. 23, 24).
+def scan(
+    f: Factors, m: Matrices, Z: Tensor, chunks: ChunkTable, state: Tensor, starts: Tensor, R: Tensor
+) -> Tensor:
+    """Outputs; fills in residuals and the state at each chunk's start, and moves `state` to the end (Eqs. 23, 24).
 
+    R = A (Z − Ē S) is the paper's U − Y S (Eqs. 22, 38) without Y and U, which only many steps at once would need.
     O = Q_γ S + A_qk R needs no order, so only R and S are computed step by step.
     """
-    starts = state.new_empty(f.K_tail.shape[0], *state.shape[1:])
-    R = f.U if f.Y is None else torch.empty_like(f.U)
-    gamma_C = f.decay.gamma_C.mT
-    for n, (i, j) in enumerate(steps(chunks)):
-        S = state[: chunks.active[n]]
-        starts[i:j].copy_(S)
-        if f.Y is not None:
-            torch.sub(f.U[i:j], f.Y[i:j] @ S, out=R[i:j])
-        S.mul_(gamma_C[i:j]).add_(f.K_tail[i:j].mT @ R[i:j])
+    if m.A is None:
+        R.copy_(Z)
+    A, E_bar = m.A_qk if m.A is None else m.A, f.X_gamma[..., -1, :]
+    for S, S_n, R_n, Z_n, A_n, E_n, K_n, gamma_n in steps(
+        chunks, state, starts, R, Z, A, E_bar, f.K_tail, f.gamma_C
+    ):
+        S_n.copy_(S)
+        if m.A is not None:
+            torch.bmm(A_n, torch.baddbmm(Z_n, E_n, S, alpha=-1), out=R_n)
+        S.mul_(gamma_n).baddbmm_(K_n.mT, R_n)
     O = f.X_gamma[..., 0, :] @ starts
-    O += f.A_qk @ R
-    return O, R, starts
+    O.flatten(0, 1).baddbmm_(m.A_qk.flatten(0, 1), R.flatten(0, 1))
+    return O
 
 
 def scan_reverse(
-    f: Factors, chunks: ChunkTable, dO: Tensor, d_state: Tensor
+    f: Factors, A_qk: Tensor, A: Tensor | None, chunks: ChunkTable, dO: Tensor, d_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the residuals and of the state at each chunk's end; `d_state` moves to the start.
+    """Gradients of gated values and of the state at each chunk's end; `d_state` moves to the start.
 
-    dR = A_qkᵀ dO + K_tail dS_C and dS₀ = γ_C ⊙ dS_C + Q_γᵀ dO − Yᵀ dR (Eqs. 54, 56, 57, 59, 63).
+    dR = A_qkᵀ dO + K_tail dS_C, dZ = Aᵀ dR, dS₀ = γ_C ⊙ dS_C + Q_γᵀ dO − Ēᵀ dZ (Eqs. 54, 56–59, 63, 64).
     """
-    dR = f.A_qk.mT @ dO
-    d_read = f.X_gamma[..., 0, :].mT @ dO
+    dR = A_qk.mT @ dO
+    dZ = dR if A is None else torch.empty_like(dR)
+    A = A_qk if A is None else A
+    d_read, E_bar = f.X_gamma[..., 0, :].mT @ dO, f.X_gamma[..., -1, :]
     ends = torch.empty_like(d_read)
-    gamma_C = f.decay.gamma_C.mT
-    for n, (i, j) in reversed(list(enumerate(steps(chunks)))):
-        dS = d_state[: chunks.active[n]]
-        ends[i:j].copy_(dS)
-        dR[i:j] += f.K_tail[i:j] @ dS
-        torch.addcmul(d_read[i:j], dS, gamma_C[i:j], out=dS)
-        if f.Y is not None:
-            dS.sub_(f.Y[i:j].mT @ dR[i:j])
-    return dR, ends
+    tensors = (ends, dR, dZ, A, d_read, f.K_tail, E_bar, f.gamma_C)
+    for dS, dS_n, dR_n, dZ_n, A_n, d_read_n, K_n, E_n, gamma_n in reversed(
+        [*steps(chunks, d_state, *tensors)]
+    ):
+        dS_n.copy_(dS)
+        dR_n.baddbmm_(K_n, dS)
+        torch.addcmul(d_read_n, dS, gamma_n, out=dS)
+        if dZ is not dR:
+            torch.bmm(A_n.mT, dR_n, out=dZ_n)
+            dS.baddbmm_(E_n.mT, dZ_n, alpha=-1)
+    return dZ, ends
 
 
-def steps(chunks: ChunkTable) -> list[tuple[int, int]]:
-    """Range of chunks of each step of the scan."""
-    return list(pairwise(chunks.offsets))
+def steps(chunks: ChunkTable, state: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each step of the scan: the states of the sequences that go on, and their chunks of the other tensors."""
+    states = (state[:active].flatten(0, 1) for active in chunks.active)
+    return zip(
+        states,
+        *(x.flatten(0, 1).split([a * x.shape[1] for a in chunks.active]) for x in tensors),
+        strict=True,
+    )
 
 
 def gradient(
-    f: Factors, S: Tensor, R: Tensor, dO: Tensor, dR: Tensor, dS_C: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a chunk's readers, keys, gated values and log-decays, by the short backward.
+    f: Factors, S: Tensor, R: Tensor, dO: Tensor, dZ: Tensor, dS_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a chunk's readers, keys and log-decays, by the short backward.
 
     With dZ = Aᵀ dR the paper's dA products (Eqs. 64–66) collapse to dT = −tril(dZ Rᵀ, −1): the erase row behaves like a
     query whose output gradient is −dZ. One stacked gradient of all reads gives dA_qk and dT, dQ_γ and dĒ.
     """
-    X, K, decay = f.tiles.X, f.tiles.K, f.decay
-    dZ = dR if f.A is None else f.A.mT @ dR
-    d_reads = dO.unsqueeze(-2) if f.A is None else torch.stack([dO, -dZ], -2)  # [M, H, C, n, d_v]
+    X, K = f.tiles.X, f.tiles.K
+    d_reads = dO.new_empty(*X.shape[:-1], dO.shape[-1])  # [M, H, C, n, d_v]
+    d_reads[..., 0, :].copy_(dO)
+    if X.shape[-2] > 1:
+        torch.neg(dZ, out=d_reads[..., 1, :])
     flat = d_reads.flatten(-3, -2)
     dP = (flat @ R.mT).unflatten(-2, X.shape[-3:-1])  # [M, H, C, n, C]: dA_qk and dT
-    dX = (flat @ S.mT).view_as(X).mul_(decay.gamma.unsqueeze(-2))
-    dK = (R @ dS_C.mT).mul_(decay.tail)
+    dX = (flat @ S.mT).view_as(X).mul_(f.gamma.unsqueeze(-2))
+    dK = (R @ dS_C.mT).mul_(f.tail)
 
     # g through γ, K_tail and γ_C; the levels below add what it does between rows and columns
-    d_since, d_after = torch.zeros_like(f.tiles.g), torch.zeros_like(f.tiles.g)
-    add_product(d_since, dX, X)
-    add_product(d_after, dK.unsqueeze(-2), K.unsqueeze(-2))
-    d_chunk = decay.gamma_C.squeeze(-2) * sum_to_width((dS_C * S).sum(-1), decay.gamma_C)
+    d_since = sum_to_width(dX[..., 0, :] * X[..., 0, :], f.gamma)
+    add_product(d_since, dX[..., 1:, :], X[..., 1:, :])
+    d_after = sum_to_width(dK * K, f.gamma)
+    d_chunk = f.gamma_C.squeeze(-1) * sum_to_width((dS_C * S).sum(-1), f.gamma)
     d_since[..., -1, :] += d_chunk
 
     d_diagonal = dP[..., 0, :].diagonal(dim1=-2, dim2=-1)[..., None]
     dX[..., 0, :].addcmul_(d_diagonal, K)
     dK.addcmul_(d_diagonal, X[..., 0, :])
-    for h, (rows, columns) in reversed([*zip(halves(K.shape[-2]), decay.levels, strict=True)]):
-        shrink_gradient(d_since, d_after, h)
-        dM = quarter(dP, h).flatten(-3, -2)  # […, C/2h, h·n, h]
-        row, column = rows_of(X, rows, h), first(K, h) * columns
-        d_row = (dM @ column).unflatten(-2, (h, -1))
-        d_column = dM.mT @ row
-        second(dX, h, -3).addcmul_(d_row, rows.unsqueeze(-2))
-        first(dK, h).addcmul_(d_column, columns)
-        add_product(second(d_since, h), d_row, row.view_as(d_row))
-        add_product(first(d_after, h), d_column.unsqueeze(-2), column.unsqueeze(-2))
-    return dX, dK, dZ, d_since
+    levels = {h: (rows, columns) for h, rows, columns in f.levels}
+    for h in [K.shape[-2], *reversed([*halves(K.shape[-2])])]:
+        if h < K.shape[-2]:
+            shrink_gradient(d_since, d_after, h)
+        if h in levels:
+            level_gradient(h, *levels[h], f.tiles, dP, dX, dK, d_since, d_after)
+        if h == BASE:
+            base_gradient(f.base, f.tiles, dP, dX, dK, d_since)
+    return dX, dK, d_since
 
 
-def add_product(target: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add x ⊙ y […, n, d], summed over the readers n, and over d if the target has width one."""
+def level_gradient(
+    h: int,
+    rows: Tensor,
+    columns: Tensor,
+    t: Tiles,
+    dP: Tensor,
+    dX: Tensor,
+    dK: Tensor,
+    d_since: Tensor,
+    d_after: Tensor,
+) -> None:
+    """Add what flows through the scores of one level; the gradients of g are those of sums since and until the seam."""
+    dM = quarter(dP, h).flatten(-3, -2)  # […, C/2h, h·n, h]
+    row, column = rows_of(t.X, rows, h), first(t.K, h) * columns
+    d_row = (dM @ column).unflatten(-2, (h, -1))
+    d_column = dM.mT @ row
+    second(dX, h, -3).addcmul_(d_row, rows.unsqueeze(-2))
+    first(dK, h).addcmul_(d_column, columns)
+    add_product(second(d_since, h), d_row, row.view_as(d_row))
+    add_product(first(d_after, h), d_column.unsqueeze(-2), column.unsqueeze(-2))
+
+
+def base_gradient(
+    base: Base, t: Tiles, dP: Tensor, dX: Tensor, dK: Tensor, d_since: Tensor
+) -> None:
+    """Add what flows through the scores of the blocks that are met at once, all measured since the block's start."""
+    blocks = diagonal_blocks(dP, BASE)
+    dM = torch.where(base_mask(base, blocks), blocks, 0).flatten(-3, -2)  # […, C/16, 16·n, 16]
+    row, column = base_factors(t.X, t.K, base)
+    d_row, d_column = (dM @ column).view_as(t.X), (dM.mT @ row).view_as(t.K)
+    dX.addcmul_(d_row, base.since.unsqueeze(-2))
+    dK.addcmul_(d_column, base.inverse)
+    add_product(d_since, d_row, row.view_as(t.X))
+    add_product(d_since, d_column.unsqueeze(-2), column.view_as(t.K).unsqueeze(-2), sign=-1)
+
+
+def add_product(target: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> None:
+    """Add ±x ⊙ y […, n, d], summed over the readers n, and over d if the target has width one."""
     if target.shape[-1] < x.shape[-1]:
-        target += (x * y).sum((-2, -1)).unsqueeze(-1)
+        target.add_((x * y).sum((-2, -1)).unsqueeze(-1), alpha=sign)
         return
     for i in range(x.shape[-2]):
-        target.addcmul_(x[..., i, :], y[..., i, :])
+        target.addcmul_(x[..., i, :], y[..., i, :], value=sign)
 
 
 def sum_to_width(x: Tensor, like: Tensor) -> Tensor:

@@ -9,6 +9,11 @@ each block's second half meet the columns of its first half, and both decays are
 Both are at most one, so they can only underflow, which is then the right answer. The levels h = 1, 2, …, C/2 meet every
 pair r > s exactly once. Going from h to 2h multiplies one half of each factor by the decay of a whole neighbouring
 block, whose logarithm is summed before it is exponentiated: no cancellation, and one rounding per level.
+
+The smallest levels cost the most for what they do. In blocks of `BASE` tokens all pairs are met at once where that is
+exact: rows and columns are both measured from the block's start, so a column's factor is 1 / since ≥ 1. A row that has
+decayed below `DEEPEST` in some channel takes the small levels instead. That choice looks at tokens up to the row only,
+so nothing in the future moves a bit of the past.
 """
 
 import math
@@ -17,6 +22,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+BASE = 16
+DEEPEST = 1e-18  # ordinary decay over 16 tokens stays above; 1 / since times a key stays far from overflow
 
 
 def halves(size: int) -> Iterator[int]:
@@ -29,12 +37,12 @@ def halves(size: int) -> Iterator[int]:
 
 def first(x: Tensor, h: int, axis: int = -2) -> Tensor:
     """View the first half of each block of 2h tokens: […, C, …] → […, C/2h, h, …]."""
-    return x.unflatten(axis, (-1, 2, h)).select(axis - 1, 0)
+    return torch.unflatten(x, axis, (-1, 2, h)).select(axis - 1, 0)
 
 
 def second(x: Tensor, h: int, axis: int = -2) -> Tensor:
     """View the second half of each block of 2h tokens: […, C, …] → […, C/2h, h, …]."""
-    return x.unflatten(axis, (-1, 2, h)).select(axis - 1, 1)
+    return torch.unflatten(x, axis, (-1, 2, h)).select(axis - 1, 1)
 
 
 def quarter(X: Tensor, h: int) -> Tensor:
@@ -43,34 +51,82 @@ def quarter(X: Tensor, h: int) -> Tensor:
     return met.diagonal(dim1=-5, dim2=-2).movedim(-1, -4)
 
 
+def diagonal_blocks(X: Tensor, size: int) -> Tensor:
+    """View the blocks on the diagonal: […, C, n, C] → […, C/size, size, n, size]."""
+    blocks = torch.unflatten(torch.unflatten(X, -3, (-1, size)), -1, (-1, size))
+    return blocks.diagonal(dim1=-5, dim2=-2).movedim(-1, -4)
+
+
 def exp_decay(log_decay: Tensor) -> Tensor:
     """Exp of a log-decay, zero instead of subnormal: those cost 35 times as much on a CPU."""
     return torch.threshold(log_decay, math.log(torch.finfo(log_decay.dtype).tiny), -math.inf).exp_()
 
 
-class Decays(NamedTuple):
-    """All decays inside a chunk, each at most one; `levels[i]` belongs to h = 2^i."""
+class Base(NamedTuple):
+    """Decays inside blocks of `BASE` tokens, both measured from the block's start."""
 
-    levels: list[tuple[Tensor, Tensor]]  # since the seam for second halves, until it for first ones
-    gamma: Tensor  # […, C, d] since the chunk's start, the token's own decay included (Eq. 18)
-    tail: Tensor  # […, C, d] after the token, until the chunk's end
-    gamma_C: Tensor  # […, 1, d] of the whole chunk
+    since: Tensor  # […, C, d] of rows
+    inverse: Tensor  # […, C, d] of columns: 1 / since, zero where too deep
+    shallow: Tensor | None  # […, C, 1] rows that may use them; None if all may
 
 
-def chunk_decays(g: Tensor) -> Decays:
-    """Grow the decay factors level by level from the log-decays g […, C, d]."""
-    log_block, block = g, exp_decay(g)  # of each block of h tokens
-    since, after = block.clone(), torch.ones_like(block)
-    levels = []
-    for h in halves(g.shape[-2]):
-        rows, columns = second(since, h), first(after, h)
-        levels.append((rows.clone(), columns.clone()))
-        before, behind = block.unflatten(-2, (-1, 2)).unbind(-2)
+class DecayTree:
+    """The decays inside each chunk, each at most one, grown level by level from the log-decays g […, C, d].
+
+    Once all levels have passed, `since` is the decay since the chunk's start, the token's own included (γ of Eq. 18),
+    `after` the decay from the token to the chunk's end, and `block` the decay of the whole chunk (γ_C).
+    """
+
+    def __init__(self, g: Tensor) -> None:
+        self.g = g
+        self.base: Base
+        self.plant()
+
+    def plant(self) -> None:
+        """Begin with blocks of one token."""
+        self.log_block, self.block = self.g, exp_decay(self.g)  # of each block of h tokens
+        self.since, self.after = self.block.clone(), torch.ones_like(self.block)
+
+    def levels(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield h and the decays of rows since the seam and of columns until it, valid until the next level.
+
+        Levels below `BASE` are left out where no row needs them.
+        """
+        small = [*halves(BASE)]
+        for h in small:
+            self.grow(h)
+        deep = bool(self.log_block.min() < math.log(DEEPEST))
+        if deep:
+            self.plant()
+            for h in small:
+                yield h, second(self.since, h), first(self.after, h)
+                self.grow(h)
+        self.base = self.measure_base(deep)
+        for h in [*halves(self.since.shape[-2])][len(small) :]:
+            yield h, second(self.since, h), first(self.after, h)
+            self.grow(h)
+
+    def grow(self, h: int) -> None:
+        """Double the blocks of h tokens."""
+        rows, columns = second(self.since, h), first(self.after, h)
+        before, behind = torch.unflatten(self.block, -2, (-1, 2)).unbind(-2)
         rows.mul_(before.unsqueeze(-2))
         columns.mul_(behind.unsqueeze(-2))
-        log_block = log_block.unflatten(-2, (-1, 2)).sum(-2)
-        block = exp_decay(log_block)
-    return Decays(levels, since, after, block)
+        if h >= BASE:  # many tokens' decay may be subnormal
+            tiny = torch.finfo(rows.dtype).tiny
+            torch.threshold_(rows, tiny, 0)
+            torch.threshold_(columns, tiny, 0)
+        first_half, second_half = torch.unflatten(self.log_block, -2, (-1, 2)).unbind(-2)
+        self.log_block = first_half + second_half
+        self.block = exp_decay(self.log_block)
+
+    def measure_base(self, deep: bool) -> Base:
+        """Both decays of the blocks of `BASE` tokens, at the moment when `since` is theirs."""
+        since = self.since.clone()
+        if not deep:
+            return Base(since, since.reciprocal(), None)
+        inverse = since.reciprocal().masked_fill_(since < DEEPEST, 0)
+        return Base(since, inverse, since.amin(-1, keepdim=True) >= DEEPEST)
 
 
 def shrink_gradient(d_since: Tensor, d_after: Tensor, h: int) -> None:

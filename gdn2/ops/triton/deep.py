@@ -12,7 +12,17 @@ from gdn2.ops.triton.tiles import DEEP, level_sums, load_rows, product, quarter
 
 @triton.jit
 def deep_half_scores(
-    A, T, Q, E, K, g, rows, ERASE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr
+    A,
+    T,
+    Q,
+    E,
+    K,
+    g,
+    rows,
+    ERASE: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """Add the scores of one half's deep rows for one block of channels."""
     R: tl.constexpr = rows.shape[0]
@@ -46,7 +56,12 @@ def deep_scores_kernel(
         i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
         rows = tl.arange(0, R)
         first = tl.program_id(1) * R
-        square = (i_chunk * H + i_head) * (4 * R * R) + (first + rows[:, None]) * (2 * R) + first + rows[None, :]
+        square = (
+            (i_chunk * H + i_head) * (4 * R * R)
+            + (first + rows[:, None]) * (2 * R)
+            + first
+            + rows[None, :]
+        )
         A = tl.load(A_qk_ptr + square).to(ACC)
         T = tl.zeros((R, R), ACC)
         if B_WIDTH > 0:
@@ -81,8 +96,13 @@ def deep_half_gradient(
         row_decay, column_decay = tl.exp(row_sum), tl.exp(column_sum)
         row, column = rows[:, None] // h, rows[None, :] // h
         flipped_quarter = (column == row + 1) & (column % 2 == 1)
-        d_row = product(tl.where(quarter(rows, h), dM, 0.0), K * column_decay, DOT, PRECISION, ACC) * row_decay
-        d_column = product(tl.where(flipped_quarter, dM_flipped, 0.0), X * row_decay, DOT, PRECISION, ACC)
+        d_row = (
+            product(tl.where(quarter(rows, h), dM, 0.0), K * column_decay, DOT, PRECISION, ACC)
+            * row_decay
+        )
+        d_column = product(
+            tl.where(flipped_quarter, dM_flipped, 0.0), X * row_decay, DOT, PRECISION, ACC
+        )
         d_column *= column_decay
         dX += d_row
         dK += d_column
@@ -121,7 +141,9 @@ def deep_gradient_kernel(
             dQ = tl.zeros((R, BK), ACC)
             dK = tl.zeros((R, BK), ACC)
             dg = tl.zeros((R, BK), ACC)
-            dQ, dK, dg = deep_half_gradient(dQ, dK, dg, Q, K, g, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC)
+            dQ, dK, dg = deep_half_gradient(
+                dQ, dK, dg, Q, K, g, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
+            )
             if B_WIDTH > 0:
                 B = load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
                 dE = tl.zeros((R, BK), ACC)
@@ -137,7 +159,16 @@ def deep_gradient_kernel(
 
 @triton.jit
 def add_gate(
-    ptr, X, start, rows, length, i_head, H: tl.constexpr, DK: tl.constexpr, WIDTH: tl.constexpr, cols
+    ptr,
+    X,
+    start,
+    rows,
+    length,
+    i_head,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    cols,
 ):
     """Add to what `store_gate` stored."""
     tokens = (start + rows).to(tl.int64) * H + i_head
@@ -145,7 +176,11 @@ def add_gate(
     if WIDTH == 1:
         total = tl.sum(tl.where((cols < DK)[None, :], X, 0.0), 1)
         place = ptr + tokens * tl.num_programs(1) + tl.program_id(1)
-        tl.store(place, (tl.load(place, mask=rows < length, other=0.0) + total).to(dtype), mask=rows < length)
+        tl.store(
+            place,
+            (tl.load(place, mask=rows < length, other=0.0) + total).to(dtype),
+            mask=rows < length,
+        )
     else:
         inside = (rows < length)[:, None] & (cols < DK)[None, :]
         place = ptr + tokens[:, None] * DK + cols[None, :]

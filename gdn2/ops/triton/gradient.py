@@ -63,7 +63,9 @@ def gradient_values_kernel(
             dZ_2 = tl.load(dR_ptr + offset + below, mask=inside, other=0.0)
             if ERASE:
                 dR_2 = dZ_2
-                dZ_1 = product(A_11, dZ_1, dtype, PRECISION, ACC) + product(A_21, dR_2, dtype, PRECISION, ACC)
+                dZ_1 = product(A_11, dZ_1, dtype, PRECISION, ACC) + product(
+                    A_21, dR_2, dtype, PRECISION, ACC
+                )
                 dZ_2 = product(A_22, dR_2, dtype, PRECISION, ACC)
                 tl.store(dZ_ptr + offset, dZ_1.to(dtype), mask=inside)
                 tl.store(dZ_ptr + offset + below, dZ_2.to(dtype), mask=inside)
@@ -158,7 +160,11 @@ def gradient_keys_kernel(
         i_v = i_head * G + i_group
         values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
         inside = (values < DV)[None, :]
-        state = ((i_chunk * H + i_head) * DK + cols[:, None]) * (G * DV) + i_group * DV + values[None, :]
+        state = (
+            ((i_chunk * H + i_head) * DK + cols[:, None]) * (G * DV)
+            + i_group * DV
+            + values[None, :]
+        )
         state_mask = (cols < DK)[:, None] & inside
         S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
         dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
@@ -171,10 +177,16 @@ def gradient_keys_kernel(
         offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + values[None, :]
         below: tl.constexpr = R * G * DV
         dK_1 += product(tl.load(R_ptr + offset, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
-        dK_2 += product(tl.load(R_ptr + offset + below, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
+        dK_2 += product(
+            tl.load(R_ptr + offset + below, mask=inside, other=0.0), dS, dtype, PRECISION, ACC
+        )
         if B_WIDTH > 0:
-            dE_1 -= product(tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC)
-            dE_2 -= product(tl.load(dZ_ptr + offset + below, mask=inside, other=0.0), S, dtype, PRECISION, ACC)
+            dE_1 -= product(
+                tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC
+            )
+            dE_2 -= product(
+                tl.load(dZ_ptr + offset + below, mask=inside, other=0.0), S, dtype, PRECISION, ACC
+            )
 
     g_1, since_1, after_1 = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
     g_2, since_2, after_2 = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
@@ -199,7 +211,9 @@ def gradient_keys_kernel(
     second: tl.constexpr = R * 2 * R
     diagonal = rows[:, None] == rows[None, :]
     d_diagonal_1 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
-    d_diagonal_2 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + second + R), 0.0), 1).to(ACC)[:, None]
+    d_diagonal_2 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + second + R), 0.0), 1).to(
+        ACC
+    )[:, None]
 
     # through the seam: rows of the second half, columns of the first
     column = K_1 * tl.exp(after_1)
@@ -217,7 +231,9 @@ def gradient_keys_kernel(
         to_start_1 += dE_1 * E_1
         to_start_2 += dE_2 * E_2
         d_row = product(tl.load(dT_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
-        d_column += product(tl.load(dT_ptr + flipped + second), E_2 * row_decay, DOT, PRECISION, ACC)
+        d_column += product(
+            tl.load(dT_ptr + flipped + second), E_2 * row_decay, DOT, PRECISION, ACC
+        )
         dE_2 += d_row
         to_seam_2 += d_row * E_2
     d_column *= tl.exp(after_1)
@@ -226,8 +242,14 @@ def gradient_keys_kernel(
 
     d_after = tl.sum(to_start_2, 0)
     strict = (rows[:, None] > rows[None, :]).to(ACC)
-    dg_1 = tl.dot(strict, to_end_1, input_precision=PRECISION, out_dtype=ACC) + (d_chunk + d_after)[None, :]
-    dg_2 = tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC) + (d_chunk + d_before)[None, :]
+    dg_1 = (
+        tl.dot(strict, to_end_1, input_precision=PRECISION, out_dtype=ACC)
+        + (d_chunk + d_after)[None, :]
+    )
+    dg_2 = (
+        tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC)
+        + (d_chunk + d_before)[None, :]
+    )
 
     # inside each half
     square_2, flipped_2 = square + second + R, flipped + second + R
@@ -263,7 +285,16 @@ def gradient_keys_kernel(
 
 @triton.jit
 def store_gate(
-    ptr, X, start, rows, length, i_head, H: tl.constexpr, DK: tl.constexpr, WIDTH: tl.constexpr, cols
+    ptr,
+    X,
+    start,
+    rows,
+    length,
+    i_head,
+    H: tl.constexpr,
+    DK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    cols,
 ):
     """Store a gate's gradient, or for a gate of width one its sum over this block of channels."""
     if WIDTH == 1:
@@ -271,6 +302,10 @@ def store_gate(
         total = tl.sum(tl.where((cols < DK)[None, :], X, 0.0), 1)
         # the blocks' partial sums lie side by side: [L, H, blocks]
         blocks = tl.num_programs(1)
-        tl.store(ptr + tokens * blocks + tl.program_id(1), total.to(ptr.dtype.element_ty), mask=rows < length)
+        tl.store(
+            ptr + tokens * blocks + tl.program_id(1),
+            total.to(ptr.dtype.element_ty),
+            mask=rows < length,
+        )
     else:
         store_rows(ptr, X, start, rows, length, i_head, H, DK, cols)

@@ -13,11 +13,11 @@ class Launch(NamedTuple):
 
 
 DEFAULT = {
-    "scores": Launch(32, 0, 4),
-    "solve": Launch(64, 64, 4),
+    "scores": Launch(32, 0, 2),
+    "solve": Launch(128, 128, 4),
     "scan": Launch(256, 64, 4, 3),
-    "scan_reverse": Launch(256, 32, 4, 2),
-    "gradient_values": Launch(64, 64, 4),
+    "scan_reverse": Launch(256, 64, 4, 3),
+    "gradient_values": Launch(0, 128, 4),
     "gradient_keys": Launch(64, 128, 8),
 }
 

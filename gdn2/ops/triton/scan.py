@@ -36,7 +36,9 @@ def scan_kernel(
     state_mask = value_mask[:, None] & key_mask[None, :]
     S = tl.load(state_ptr + in_state, mask=state_mask, other=0.0).to(ACC)
 
-    for i_chunk in tl.range(tl.load(first_ptr + i_sequence), tl.load(first_ptr + i_sequence + 1), num_stages=STAGES):
+    for i_chunk in tl.range(
+        tl.load(first_ptr + i_sequence), tl.load(first_ptr + i_sequence + 1), num_stages=STAGES
+    ):
         chunk = i_chunk * H + i_head
         tile = chunk * C * DK + rows[:, None] * DK + keys[None, :]
         if SAVE:
@@ -73,7 +75,7 @@ def scan_reverse_kernel(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of residuals and states of one sequence, for BV channels of one value head; the mirror of `scan_kernel`.
+    """Gradients of residuals and states of one sequence, for BV channels of one value head: `scan_kernel` mirrored.
 
     dRᵀ = dS_Cᵀ K_tailᵀ + dOᵀ A_qk and dS₀ᵀ = dS_Cᵀ ⊙ γ_C + dOᵀ Q_γ − dRᵀ Y.
     """
@@ -102,7 +104,9 @@ def scan_reverse_kernel(
         dO = tl.load(do_ptr + tokens, mask=mask, other=0.0)  # dOᵀ [BV, C]
         A_qk = tl.load(A_qk_ptr + chunk * C * C + rows[:, None] * C + rows[None, :])
         K_tail = tl.load(K_tail_ptr + tile, mask=key_mask[None, :], other=0.0)
-        dR = product(dS, tl.trans(K_tail), dtype, PRECISION, ACC) + product(dO, A_qk, dtype, PRECISION, ACC)
+        dR = product(dS, tl.trans(K_tail), dtype, PRECISION, ACC) + product(
+            dO, A_qk, dtype, PRECISION, ACC
+        )
         value_tile = chunk * C * (G * DV) + rows[None, :] * (G * DV) + wide[:, None]
         tl.store(dR_ptr + value_tile, dR.to(dtype), mask=value_mask[:, None])
         gamma_C = tl.load(gamma_C_ptr + chunk * DK + keys, mask=key_mask, other=0.0)

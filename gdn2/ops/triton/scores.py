@@ -42,8 +42,12 @@ def scores_kernel(
         inside = (cols < DK)[None, :]
         offset = (tile + rows[:, None]) * DK + cols[None, :]
         below: tl.constexpr = R * DK
-        g_2, since_2, after_2 = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
-        g_1, since_1, after_1 = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
+        g_2, since_2, after_2 = decay_sums(
+            g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC
+        )
+        g_1, since_1, after_1 = decay_sums(
+            g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC
+        )
         gamma_1, gamma_2 = tl.exp(tl.sum(g_1, 0)), tl.exp(tl.sum(g_2, 0))  # of each half as a whole
         gamma_C = tl.exp(tl.sum(g_1, 0) + tl.sum(g_2, 0))
         tl.store(gamma_C_ptr + (i_chunk * H + i_head) * DK + cols, gamma_C, mask=cols < DK)
@@ -62,13 +66,25 @@ def scores_kernel(
         any_deep = tl.maximum(any_deep, tl.max((deep_1 | deep_2).to(tl.int32), 0))
         column_1, column_2 = tl.trans(column_1), tl.trans(column_2)
         tl.store(Q_gamma_ptr + offset, (Q_1 * tl.exp(since_1)).to(dtype), mask=inside)
-        tl.store(Q_gamma_ptr + offset + below, (Q_2 * tl.exp(since_2) * gamma_1[None, :]).to(dtype), mask=inside)
+        tl.store(
+            Q_gamma_ptr + offset + below,
+            (Q_2 * tl.exp(since_2) * gamma_1[None, :]).to(dtype),
+            mask=inside,
+        )
         A_11 += tl.where(deep_1[:, None], 0.0, product(row_1, column_1, DOT, PRECISION, ACC))
         A_22 += tl.where(deep_2[:, None], 0.0, product(row_2, column_2, DOT, PRECISION, ACC))
         A_21 += product(row_2, seam, DOT, PRECISION, ACC)
         if B_WIDTH > 0:
-            E_1 = K_1 * load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC) * tl.exp(since_1)
-            E_2 = K_2 * load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC) * tl.exp(since_2)
+            E_1 = (
+                K_1
+                * load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                * tl.exp(since_1)
+            )
+            E_2 = (
+                K_2
+                * load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                * tl.exp(since_2)
+            )
             tl.store(E_bar_ptr + offset, E_1.to(dtype), mask=inside)
             tl.store(E_bar_ptr + offset + below, (E_2 * gamma_1[None, :]).to(dtype), mask=inside)
             T_11 += tl.where(deep_1[:, None], 0.0, product(E_1, column_1, DOT, PRECISION, ACC))
@@ -78,8 +94,12 @@ def scores_kernel(
     causal = rows[:, None] >= rows[None, :]
     earlier = rows[:, None] > rows[None, :]
     square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
-    store_blocks(A_qk_ptr + square, tl.where(causal, A_11, 0.0), A_21, tl.where(causal, A_22, 0.0), R)
+    store_blocks(
+        A_qk_ptr + square, tl.where(causal, A_11, 0.0), A_21, tl.where(causal, A_22, 0.0), R
+    )
     tl.store(A_qk_ptr + square + R, tl.zeros((R, R), dtype))
     if B_WIDTH > 0:
-        store_blocks(T_ptr + square, tl.where(earlier, T_11, 0.0), T_21, tl.where(earlier, T_22, 0.0), R)
+        store_blocks(
+            T_ptr + square, tl.where(earlier, T_11, 0.0), T_21, tl.where(earlier, T_22, 0.0), R
+        )
     tl.store(deep_ptr + tl.program_id(0), any_deep)

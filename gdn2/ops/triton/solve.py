@@ -39,8 +39,12 @@ def solve_kernel(
             offset = (tile + rows[:, None]) * DK + cols[None, :]
             E_1 = tl.load(E_bar_ptr + offset, mask=inside, other=0.0)
             E_2 = tl.load(E_bar_ptr + offset + R * DK, mask=inside, other=0.0)
-            Y_2 = product(A_21, E_1, dtype, PRECISION, ACC) + product(A_22, E_2, dtype, PRECISION, ACC)
-            tl.store(Y_ptr + offset, product(A_11, E_1, dtype, PRECISION, ACC).to(dtype), mask=inside)
+            Y_2 = product(A_21, E_1, dtype, PRECISION, ACC) + product(
+                A_22, E_2, dtype, PRECISION, ACC
+            )
+            tl.store(
+                Y_ptr + offset, product(A_11, E_1, dtype, PRECISION, ACC).to(dtype), mask=inside
+            )
             tl.store(Y_ptr + offset + R * DK, Y_2.to(dtype), mask=inside)
 
     for i_block in range(0, G * tl.cdiv(DV, BV)):
@@ -52,11 +56,17 @@ def solve_kernel(
         Z_1 = load_rows(v_ptr, start, rows, length, i_v, HV, DV, cols)
         Z_2 = load_rows(v_ptr, start, R + rows, length, i_v, HV, DV, cols)
         if W_WIDTH > 0:
-            Z_1 = Z_1.to(ACC) * load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols).to(ACC)
-            Z_2 = Z_2.to(ACC) * load_rows(w_ptr, start, R + rows, length, i_v, HV, W_WIDTH, cols).to(ACC)
+            Z_1 = Z_1.to(ACC) * load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols).to(
+                ACC
+            )
+            Z_2 = Z_2.to(ACC) * load_rows(
+                w_ptr, start, R + rows, length, i_v, HV, W_WIDTH, cols
+            ).to(ACC)
         if ERASE:
             U_1 = product(A_11, Z_1, dtype, PRECISION, ACC)
-            U_2 = product(A_21, Z_1, dtype, PRECISION, ACC) + product(A_22, Z_2, dtype, PRECISION, ACC)
+            U_2 = product(A_21, Z_1, dtype, PRECISION, ACC) + product(
+                A_22, Z_2, dtype, PRECISION, ACC
+            )
         else:
             U_1, U_2 = Z_1, Z_2
         tl.store(U_ptr + offset, U_1.to(dtype), mask=inside)

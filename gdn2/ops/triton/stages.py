@@ -185,7 +185,14 @@ def scan_reverse(
 
 
 def gradient(
-    x: Operands, f: Factors, table: Table, do: Tensor, starts: Tensor, R: Tensor, ends: Tensor, dR: Tensor
+    x: Operands,
+    f: Factors,
+    table: Table,
+    do: Tensor,
+    starts: Tensor,
+    R: Tensor,
+    ends: Tensor,
+    dR: Tensor,
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, b and w (empty where absent), summed over what they were broadcast over."""
     M, H, C = table.start.numel(), x.heads, table.size
@@ -214,7 +221,12 @@ def gradient(
     def new(like: Tensor) -> Tensor:
         partial = like.shape[2] == 1 < DK or like.shape[1] < H
         width = blocks if like.shape[2] == 1 else DK
-        return like.new_empty(L, H, width, dtype=torch.float32 if partial and like.dtype != torch.float64 else like.dtype)
+        return like.new_empty(
+            L,
+            H,
+            width,
+            dtype=torch.float32 if partial and like.dtype != torch.float64 else like.dtype,
+        )
 
     dq, dk, dg = new(x.q), new(x.k), new(x.g)
     db = x.k.new_empty(0) if x.b is None else new(x.b)
@@ -228,7 +240,14 @@ def gradient(
         x.q, x.k, x.g, x.b, dA_qk, dT, f.deep, dq, dk, dg, db, table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
-    return [sum_to(dq, x.q), sum_to(dk, x.k), dv, sum_to(dg, x.g), db if x.b is None else sum_to(db, x.b), dw]
+    return [
+        sum_to(dq, x.q),
+        sum_to(dk, x.k),
+        dv,
+        sum_to(dg, x.g),
+        db if x.b is None else sum_to(db, x.b),
+        dw,
+    ]
 
 
 def sum_to(partial: Tensor, like: Tensor) -> Tensor:

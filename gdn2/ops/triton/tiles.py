@@ -1,7 +1,7 @@
 """What the kernels share: loads of packed tokens, sums of log-decays, triangular products.
 
-A chunk is handled as two halves of R = C/2 tokens, the top level of the halving of `gdn2.ops.halving`: rows of the second
-half meet columns of the first at the seam, with both exponents at most zero. Inside a half, rows and columns are
+A chunk is handled as two halves of R = C/2 tokens, the top level of `gdn2.ops.halving`: rows of the second half meet
+columns of the first at the seam, with both exponents at most zero. Inside a half, rows and columns are
 measured from the half's start. A row's exponent is at most zero, a column's at least zero: exact as long as it is
 finite. Rows where some channel has decayed by more than `DEEP` are left out there and take the halving down to single
 tokens instead, in kernels of their own (`deep.py`). That choice looks at tokens up to the row only, so nothing in the
@@ -25,13 +25,13 @@ def load_rows(ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.c
     if WIDTH == 1:
         column = tl.load(ptr + offset[:, None], mask=inside, other=0.0)
         return tl.broadcast_to(column, (rows.shape[0], cols.shape[0]))
-    return tl.load(ptr + offset[:, None] + cols[None, :], mask=inside & (cols < WIDTH)[None, :], other=0.0)
+    return tl.load(
+        ptr + offset[:, None] + cols[None, :], mask=inside & (cols < WIDTH)[None, :], other=0.0
+    )
 
 
 @triton.jit
-def store_rows(
-    ptr, X, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols
-):
+def store_rows(ptr, X, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols):
     """Store a tile into packed tokens, leaving out what lies past the chunk's end."""
     offset = ((start + rows).to(tl.int64) * HEADS + i_head) * WIDTH
     inside = (rows < length)[:, None] & (cols < WIDTH)[None, :]
@@ -46,7 +46,16 @@ def product(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr)
 
 @triton.jit
 def decay_sums(
-    g_ptr, start, rows, first, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols, ACC: tl.constexpr
+    g_ptr,
+    start,
+    rows,
+    first,
+    length,
+    i_head,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    cols,
+    ACC: tl.constexpr,
 ):
     """Log-decays of a half and their sums since its start (own included) and after each token until its end.
 
@@ -75,7 +84,9 @@ def level_sums(g, rows, h, ACC: tl.constexpr):
     same = (rows[:, None] // h) == (rows[None, :] // h)
     since = (same & (rows[None, :] <= rows[:, None])).to(ACC)
     after = (same & (rows[None, :] > rows[:, None])).to(ACC)
-    return tl.dot(since, g, input_precision="ieee", out_dtype=ACC), tl.dot(after, g, input_precision="ieee", out_dtype=ACC)
+    return tl.dot(since, g, input_precision="ieee", out_dtype=ACC), tl.dot(
+        after, g, input_precision="ieee", out_dtype=ACC
+    )
 
 
 @triton.jit

@@ -1,0 +1,300 @@
+"""`gdn2 bench operator`: the time of the operator's passes, backend beside backend."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from gdn2.bench import timing
+from gdn2.bench.peers import Operator, find_peers, own_operator
+from gdn2.bench.timing import DTYPES, Machine, Timing
+from gdn2.ops.backends import BACKENDS, choose
+
+Operands = dict[str, Tensor]
+PASSES = {"forward": "fwd", "training": "fwd train", "backward": "fwd + bwd"}
+DEFAULTS = {  # shapes, backends and dtype
+    "cpu": (["1x2048x4x64x64"], "torch,reference", "fp32"),
+    "cuda": (["4x4096x16x128x128"], "auto", "bf16"),
+}
+# The documented figures, by the device they are for: shapes and backends timed together.
+SUITES = {
+    "cpu": [
+        (["1x2048x4x64x64"], "torch,reference"),
+        (["1x1024x4x64x64", "1x16384x4x64x64"], "torch"),
+    ]
+}
+
+
+class Shape(NamedTuple):
+    """Sizes of the operands."""
+
+    batch: int
+    length: int
+    heads: int
+    key_width: int
+    value_width: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        sizes = text.split("x")
+        if len(sizes) != 5 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ValueError(f"shape: got {text!r}, expected BxTxHxDkxDv, such as 1x2048x4x64x64")
+        return cls(*map(int, sizes))
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to time together: every backend and pass at every shape."""
+
+    shapes: tuple[Shape, ...]
+    backends: tuple[str, ...]
+    device: torch.device
+    dtype: str
+    passes: tuple[str, ...] = tuple(PASSES)
+    chunk_size: int = 64
+    packed: str = ""  # lengths of packed sequences, or how many; empty is a dense batch
+    erase: bool = True
+    recompute: bool = True
+    peers: bool = False
+    seconds: float = 1.0  # to spend on each variant
+
+    @property
+    def baseline(self) -> str:
+        return "reference" if "reference" in self.backends else self.backends[0]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The time of one pass of one backend at one shape."""
+
+    shape: Shape
+    measured: str  # which pass
+    backend: str
+    timing: Timing
+    first_seconds: float  # the very first call, with whatever is compiled or tuned then
+    tokens_per_second: float
+    microseconds_per_token: float
+    speedup: float | None = None  # the baseline's time over this one
+    growth: float = 1.0  # time per token over that of the shortest sequence
+
+
+@dataclass(frozen=True)
+class Result:
+    plan: Plan
+    machine: Machine
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]  # what was left out, and why
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, shapes and device by their names."""
+        names = {"shapes": [*map(str, self.plan.shapes)], "device": str(self.plan.device)}
+        plan = asdict(self.plan) | names
+        rows = [asdict(row) | {"shape": str(row.shape)} for row in self.rows]
+        return asdict(self) | {"plan": plan, "rows": rows}
+
+
+def read_plans(
+    *,
+    suite: str | None = None,
+    shapes: list[str] | None = None,
+    backends: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    passes: str = ",".join(PASSES),
+    **settings: Any,
+) -> list[Plan]:
+    """Check what was asked for and fill in the rest; a suite is several plans."""
+    if suite is not None:
+        _listed("suite", suite, SUITES)
+        if shapes or backends or settings.get("packed") or device not in (None, suite):
+            raise ValueError(f"suite: got {suite!r}, which sets shape, backend, packed and device")
+    where = timing.find_device(suite or device)
+    usual_shapes, usual_backends, usual_dtype = DEFAULTS[where.type]
+    asked = SUITES[suite] if suite else [(shapes or usual_shapes, backends or usual_backends)]
+    (dtype,) = _listed("dtype", dtype or usual_dtype, DTYPES)
+    plans = [
+        Plan(
+            shapes=tuple(Shape.parse(text) for text in sizes),
+            backends=tuple(choose(name, where) for name in _listed("backend", names, BACKENDS)),
+            device=where,
+            dtype=dtype,
+            passes=_listed("passes", passes, PASSES),
+            **settings,
+        )
+        for sizes, names in asked
+    ]
+    for shape in (shape for plan in plans for shape in plan.shapes):
+        packed_lengths(settings.get("packed", ""), shape)  # a mistake shows before any timing
+    return plans
+
+
+def _listed(option: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
+    """Names between commas, each one of those allowed."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(allowed)}")
+    return names
+
+
+def packed_lengths(packed: str, shape: Shape) -> list[int]:
+    """Lengths that add up to the shape's: as listed, or so many at random; none for a dense batch."""
+    if not packed:
+        return []
+    numbers = [int(n) if n.isdecimal() else 0 for n in packed.split(",")]
+    documents = numbers[0] if len(numbers) == 1 else len(numbers)
+    fits = min(numbers) > 0 and documents <= shape.length and shape.batch == 1
+    if not fits or (len(numbers) > 1 and sum(numbers) != shape.length):
+        expected = (
+            f"lengths that add up to {shape.length}, or a number of documents, and a batch of 1"
+        )
+        raise ValueError(f"packed: got {packed!r} for shape {shape}, expected {expected}")
+    if len(numbers) > 1:
+        return numbers
+    cuts = sorted(random.Random(0).sample(range(1, shape.length), documents - 1))
+    return [end - start for start, end in zip([0, *cuts], [*cuts, shape.length], strict=True)]
+
+
+def make_operands(shape: Shape, plan: Plan) -> Operands:
+    """Operands with gates as the paper initialises them: rates in U(1, 16), steps from 1e-3 to 1e-1."""
+    dtype, device = DTYPES[plan.dtype], plan.device
+    wide = torch.promote_types(dtype, torch.float32)
+    rand = torch.Generator(device).manual_seed(0)
+    batch, length, heads, d_k, d_v = shape
+
+    def normal(width: int) -> Tensor:
+        sizes = (batch, length, heads, width)
+        return torch.randn(sizes, generator=rand, dtype=wide, device=device)
+
+    chance = torch.rand((2, heads, d_k), generator=rand, dtype=wide, device=device)
+    rate, step = 1 + 15 * chance[0, :, :1], 10 ** (2 * chance[1] - 3)
+    bias = step + torch.log(-torch.expm1(-step))  # softplus(bias) = step
+    g = -rate * softplus(0.5 * normal(d_k) + bias)
+    q, k = (normalize(normal(d_k), dim=-1).to(dtype) for _ in range(2))
+    v, w = normal(d_v).to(dtype), normal(d_v).sigmoid().to(dtype)
+    operands = {"q": q, "k": k, "v": v, "g": g, "w": w}
+    if plan.erase:
+        operands["b"] = normal(d_k).sigmoid().to(dtype)
+    return {name: x.requires_grad_() for name, x in operands.items()}
+
+
+def run_pass(measured: str, operator: Operator, operands: Operands, d_output: Tensor) -> object:
+    """Run the forward, without or with autograd's record, or forward and backward."""
+    with torch.set_grad_enabled(measured != "forward"):
+        output = operator(**operands)
+    if measured != "backward":
+        return output
+    return torch.autograd.grad(output, list(operands.values()), d_output)
+
+
+def run(plan: Plan, progress: Callable[[float], None] = lambda done: None) -> Result:
+    """Time all variants of a plan, interleaved, so that their ratios hold on a busy machine too."""
+    operators = {b: own_operator(b, plan.chunk_size, plan.recompute) for b in plan.backends}
+    notes: list[str] = []
+    if plan.peers:
+        found, notes = find_peers(plan.device, bool(plan.packed), plan.erase)
+        operators |= found
+    calls: dict[tuple[Shape, str, str], Callable[[], object]] = {}
+    first: dict[tuple[Shape, str, str], float] = {}
+    for shape in plan.shapes:
+        operands = make_operands(shape, plan)
+        d_output = torch.randn_like(operands["v"])
+        lengths = packed_lengths(plan.packed, shape)
+        bounds = torch.tensor([0, *lengths], device=plan.device).cumsum(0)
+        packing = {"cu_seqlens": bounds} if lengths else {}
+        for measured, (name, operator) in product(plan.passes, operators.items()):
+            call = partial(run_pass, measured, partial(operator, **packing), operands, d_output)
+            start = time.perf_counter()
+            try:
+                call()
+                timing.synchronize(plan.device)
+            except Exception as failure:
+                if name in plan.backends and not isinstance(failure, torch.OutOfMemoryError):
+                    raise
+                reason = str(failure).strip().partition("\n")[0]
+                notes.append(f"no {PASSES[measured]} of {name} at {shape}: {reason}")
+                continue
+            key = shape, measured, name
+            calls[key], first[key] = call, time.perf_counter() - start
+    timings = timing.measure_together(calls, plan.device, seconds=plan.seconds, progress=progress)
+    rows = [make_row(*key, timings[key], first[key]) for key in calls]
+    return Result(plan, timing.describe_machine(), relate(rows, plan.baseline), tuple(notes))
+
+
+def make_row(shape: Shape, measured: str, backend: str, took: Timing, first: float) -> Row:
+    """Return a row that is compared with nothing yet."""
+    rate = shape.batch * shape.length / took.median
+    return Row(shape, measured, backend, took, first, rate, 1e6 / rate)
+
+
+def relate(rows: list[Row], baseline: str) -> tuple[Row, ...]:
+    """Compare each row with the baseline at its shape, and with its own backend at the shortest length."""
+
+    def related(row: Row) -> Row:
+        same = [r for r in rows if r.measured == row.measured]
+        base = [r for r in same if (r.shape, r.backend) == (row.shape, baseline)]
+        speedup = base[0].timing.median / row.timing.median if base else None
+        sizes = row.shape._replace(length=0)
+        kin = [r for r in same if (r.shape._replace(length=0), r.backend) == (sizes, row.backend)]
+        shortest = min(kin, key=lambda r: r.shape.length)
+        growth = row.microseconds_per_token / shortest.microseconds_per_token
+        return replace(row, speedup=speedup, growth=growth)
+
+    return tuple(map(related, rows))
+
+
+def run_all(plans: list[Plan], threads: int | None, console: Console) -> list[Result]:
+    """Time plans one after the other, behind a progress bar on the console."""
+    # Drawn between repetitions, and seldom: a thread that draws takes its time from what is timed.
+    hidden = not console.is_terminal
+    with Progress(console=console, transient=True, auto_refresh=False, disable=hidden) as bar:
+        task = bar.add_task("timing", total=len(plans))
+
+        def progress(before: int, done: float) -> None:
+            draw = int(20 * (before + done)) > int(20 * bar.tasks[0].completed)
+            bar.update(task, completed=before + done, refresh=draw)
+
+        with timing.use_threads(threads):
+            return [run(plan, partial(progress, number)) for number, plan in enumerate(plans)]
+
+
+def render(result: Result, console: Console) -> None:
+    """Print a table for each shape, with the backends of each pass together."""
+    plan = result.plan
+    columns: dict[str, Callable[[Row], str]] = {
+        "pass": lambda row: PASSES[row.measured],
+        "backend": lambda row: row.backend,
+        "ms": lambda row: f"{row.timing.median * 1e3:.3f}",
+        "spread": lambda row: f"{row.timing.spread:.0%}",
+        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+        "µs/token": lambda row: f"{row.microseconds_per_token:.3f}",
+        f"vs {plan.baseline}": lambda row: "–" if row.speedup is None else f"{row.speedup:.2f}×",
+    }
+    if any(row.growth != 1 for row in result.rows):
+        columns["growth"] = lambda row: f"{row.growth:.2f}×"
+    if plan.device.type == "cuda":
+        columns["MiB"] = lambda row: f"{(row.timing.peak_bytes or 0) / 2**20:.0f}"
+    for shape in plan.shapes:
+        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.title = f"{shape}, {plan.dtype} on {plan.device}"
+        for number, name in enumerate(columns):
+            table.add_column(name, justify="right" if number > 1 else "left")
+        for row in (row for row in result.rows if row.shape == shape):
+            table.add_row(*(cell(row) for cell in columns.values()))
+        console.print(table)
+    for note in result.notes:
+        console.print(note, markup=False, soft_wrap=True)

@@ -1,0 +1,276 @@
+"""The one way to time, and the machine that a time belongs to."""
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from gdn2 import __version__
+
+Key = TypeVar("Key")
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+GIB = 2**30
+L2_FLUSH_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
+FLUSHES = 16
+MOST_REPEATS = 1000
+
+# Packages that nothing needs but one extra of ours, which installs them.
+OPTIONAL = {
+    "transformers": "hf",
+    "accelerate": "hf",
+    "peft": "hf",
+    "datasets": "data",
+    "pyarrow": "data",
+    "zstandard": "data",
+    "sentencepiece": "data",
+    "lm-eval": "eval",
+    "nltk": "eval",
+    "wonderwords": "eval",
+    "matplotlib": "plot",
+    "tensorboard": "track",
+    "fla-core": "bench",
+    "einops": "bench",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: median and quartiles of the repetitions; bytes at the peak, on a GPU only.
+
+    There is no peak for a CPU: the resident set never shrinks there, so what it says depends on what ran before.
+    """
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+    peak_bytes: int | None = None
+
+    @property
+    def spread(self) -> float:
+        """Width between the quartiles, as a fraction of the median."""
+        return (self.high - self.low) / self.median
+
+
+def measure(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    warmup: int = 2,
+    seconds: float = 1.0,
+    least: int = 5,
+) -> Timing:
+    """Time one call; see `measure_together`."""
+    timings = measure_together({"": call}, device, warmup=warmup, seconds=seconds, least=least)
+    return timings[""]
+
+
+def measure_together(
+    calls: Mapping[Key, Callable[[], object]],
+    device: torch.device,
+    *,
+    warmup: int = 2,
+    seconds: float = 1.0,
+    least: int = 5,
+    progress: Callable[[float], None] = lambda done: None,
+) -> dict[Key, Timing]:
+    """Time calls round-robin, about `seconds` each and at least `least` times; returns a timing per name.
+
+    Each round runs every call once: whatever else slows the machine hits them all, so their ratios hold.
+    `progress` is told the fraction done, between repetitions.
+    """
+    time_call = _timer(device)
+    round_seconds = 0.0
+    for _ in range(max(warmup, 1)):
+        start = time.perf_counter()
+        for call in calls.values():
+            time_call(call)
+        synchronize(device)
+        round_seconds = time.perf_counter() - start
+    peaks = {name: peak_bytes(call, device) for name, call in calls.items()}
+
+    wanted = int(seconds * len(calls) / max(round_seconds, 1e-9))
+    rounds = min(max(wanted, least), MOST_REPEATS)
+    samples: dict[Key, list[Callable[[], float]]] = {name: [] for name in calls}
+    for done in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(time_call(call))
+        progress((done + 1) / rounds)
+    synchronize(device)
+    return {n: _summary([read() for read in reads], peaks[n]) for n, reads in samples.items()}
+
+
+def _timer(device: torch.device) -> Callable[[Callable[[], object]], Callable[[], float]]:
+    """Return a function that runs a call and returns how to read its seconds, once all is done."""
+    if device.type != "cuda":
+
+        def clock(call: Callable[[], object]) -> Callable[[], float]:
+            call()  # heap and caches are as another call left them: seen to double the time
+            start = time.perf_counter()
+            call()
+            elapsed = time.perf_counter() - start
+            return lambda: elapsed
+
+        return clock
+
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def events(call: Callable[[], object]) -> Callable[[], float]:
+        # No synchronisation in here, and a millisecond of flushing: the host runs ahead whatever was timed before,
+        # so launches count only where the GPU waits for them in the call itself.
+        for _ in range(FLUSHES):
+            flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        return lambda: float(start.elapsed_time(end)) / 1e3
+
+    return events
+
+
+def _summary(samples: list[float], peak: int | None) -> Timing:
+    levels = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
+    median, low, high = torch.tensor(samples, dtype=torch.float64).quantile(levels).tolist()
+    return Timing(median, low, high, len(samples), peak)
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """GPU memory that a call takes at its peak, beyond what was held before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device called "cpu" or "cuda"; None is the GPU where there is one."""
+    usable = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if usable else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {name!r}, expected 'cpu' or 'cuda'")
+    if name == "cuda" and not usable:
+        raise ValueError("device: got 'cuda', but torch finds no CUDA GPU; expected 'cpu'")
+    return torch.device(name)
+
+
+@contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many CPU threads for a while; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None and count < 1:
+        raise ValueError(f"threads: got {count}, expected at least 1")
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA GPU."""
+
+    name: str
+    capability: str
+    memory_gib: float
+    driver: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a result depends on besides the code."""
+
+    system: str
+    cpu: str
+    cores: int  # as the operating system counts them, hyper-threads included
+    threads: int  # that torch uses
+    memory_gib: float | None
+    python: str
+    versions: dict[str, str | None]  # None: not installed
+    gpus: tuple[Gpu, ...]
+
+
+def describe_machine() -> Machine:
+    """Look at this machine; imports none of the packages it lists."""
+    needed = ("gdn2", "torch", "numpy", "triton")
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory_gib=_memory_gib(),
+        python=platform.python_version(),
+        versions={name: _version(name) for name in (*needed, *OPTIONAL)},
+        gpus=_gpus() if torch.cuda.is_available() else (),
+    )
+
+
+def _version(package: str) -> str | None:
+    known = {"gdn2": __version__, "torch": torch.__version__}  # a checkout has no metadata
+    if package in known:
+        return known[package]
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    if platform.system() == "Darwin":
+        names = [_output("sysctl", "-n", "machdep.cpu.brand_string") or ""]
+    name = next(iter(names), "") or platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _memory_gib() -> float | None:
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
+    return pages * page_bytes / GIB
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = driver.splitlines()[0] if driver else None
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(Gpu(p.name, f"{p.major}.{p.minor}", p.total_memory / GIB, driver) for p in found)
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where there is no such command or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.strip()

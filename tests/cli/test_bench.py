@@ -1,0 +1,211 @@
+"""The benchmark's numbers fit together, and its options are read as written."""
+
+import json
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from gdn2 import __version__, gated_delta_rule
+from gdn2.bench import operator, peers
+from gdn2.cli import app
+
+CPU = torch.device("cpu")
+TINY = ["--shape", "2x65x2x16x8", "--device", "cpu", "--seconds", "0.01"]
+
+
+def bench(*options: str) -> tuple[str, list[dict[str, Any]]]:
+    """What the command prints, and what it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "bench.json"
+        result = CliRunner().invoke(app, ["bench", "operator", *options, "--json", str(target)])
+        assert result.exit_code == 0, result.output
+        return result.stdout, json.loads(target.read_text())["results"]
+
+
+def test_rows_hold_what_was_measured() -> None:
+    printed, (result,) = bench(*TINY, "--threads", "1")
+    rows = {(row["measured"], row["backend"]): row for row in result["rows"]}
+    passes, backends = ["forward", "training", "backward"], ["torch", "reference"]
+    assert list(rows) == [(measured, backend) for measured in passes for backend in backends]
+    assert result["plan"]["dtype"] == "fp32"
+    assert result["plan"]["shapes"] == ["2x65x2x16x8"]
+    assert result["machine"]["threads"] == 1
+    assert result["machine"]["versions"]["gdn2"] == __version__
+    for (measured, _), row in rows.items():
+        took = row["timing"]
+        assert 0 < took["low"] <= took["median"] <= took["high"]
+        assert took["repeats"] >= 5
+        reference = rows[measured, "reference"]["timing"]["median"]
+        assert row["speedup"] == pytest.approx(reference / took["median"])
+        assert row["tokens_per_second"] == pytest.approx(130 / took["median"])
+        assert row["microseconds_per_token"] == pytest.approx(took["median"] / 130 * 1e6)
+        assert f"{took['median'] * 1e3:.3f}" in printed
+    assert (
+        rows["backward", "torch"]["timing"]["median"] > rows["forward", "torch"]["timing"]["median"]
+    )
+    assert "2x65x2x16x8, fp32 on cpu" in printed
+    assert "vs reference" in printed
+
+
+def test_time_per_token_is_compared_with_the_shortest() -> None:
+    shapes = [o for T in (130, 65, 32) for o in ("--shape", f"1x{T}x1x16x16")]
+    other = ["--shape", "1x65x2x16x16"]
+    options = ["--backend", "torch", "--passes", "forward", "--seconds", "0.01", "--device", "cpu"]
+    printed, (result,) = bench(*shapes, *other, *options)
+    rows = {row["shape"]: row for row in result["rows"]}
+    assert len(rows) == 4
+    shortest = rows["1x32x1x16x16"]["microseconds_per_token"]
+    for T in (130, 65, 32):
+        row = rows[f"1x{T}x1x16x16"]
+        assert row["growth"] == pytest.approx(row["microseconds_per_token"] / shortest)
+    assert rows["1x65x2x16x16"]["growth"] == 1
+    assert "growth" in printed
+
+
+def test_the_documented_figures() -> None:
+    first, second = operator.read_plans(suite="cpu")
+    assert first.baseline == "reference"
+    assert first.backends == ("torch", "reference")
+    assert [str(shape) for shape in first.shapes] == ["1x2048x4x64x64"]
+    assert [shape.length for shape in second.shapes] == [1024, 16384]
+    assert {first.device.type, second.device.type} == {"cpu"}
+    assert first.dtype == "fp32"
+
+
+def test_a_backward_pass_returns_all_gradients() -> None:
+    plan = operator.read_plans(shapes=["1x65x2x16x8"], device="cpu", dtype="fp64")[0]
+    operands = operator.make_operands(plan.shapes[0], plan)
+    run = peers.own_operator("torch", 16, recompute=True)
+    d_output = torch.randn_like(operands["v"])
+    gradients = operator.run_pass("backward", run, operands, d_output)
+    o, _ = gated_delta_rule(**operands, backend="reference")  # type: ignore[arg-type]
+    expected = torch.autograd.grad(o, list(operands.values()), d_output)
+    assert isinstance(gradients, tuple)
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+    untracked = operator.run_pass("forward", run, operands, d_output)
+    assert isinstance(untracked, Tensor)
+    assert not untracked.requires_grad
+    torch.testing.assert_close(untracked, o.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_operands_follow_the_initialisation_of_the_paper() -> None:
+    plan = operator.read_plans(shapes=["1x2048x4x64x32"], device="cpu", dtype="bf16")[0]
+    x = operator.make_operands(plan.shapes[0], plan)
+    assert x["g"].dtype == torch.float32
+    assert {x[name].dtype for name in "qkvbw"} == {torch.bfloat16}
+    # At the median of the input's noise the decay is rate · step: between 1e-3 and 1.6 at the extremes.
+    typical = -x["g"].detach().median(1).values
+    assert 1e-3 < float(typical.min()) < 1e-2
+    assert 0.3 < float(typical.max()) < 1.7
+    assert 0.02 < float(typical.median()) < 0.3
+    torch.testing.assert_close(
+        x["k"].detach().float().norm(dim=-1), torch.ones(1, 2048, 4), atol=1e-2, rtol=0
+    )
+    dense = operator.read_plans(shapes=["1x8x1x4x4"], device="cpu", erase=False)[0]
+    assert "b" not in operator.make_operands(dense.shapes[0], dense)
+
+
+def test_packed_lengths_add_up() -> None:
+    shape = operator.Shape(1, 130, 2, 16, 16)
+    assert operator.packed_lengths("", shape) == []
+    assert operator.packed_lengths("1,64,65", shape) == [1, 64, 65]
+    for count in (1, 7, 130):
+        lengths = operator.packed_lengths(str(count), shape)
+        assert (len(lengths), sum(lengths)) == (count, 130)
+        assert min(lengths) > 0
+
+
+def test_packed_and_without_erasing() -> None:
+    options = ["--packed", "1,64", "--no-erase", "--passes", "backward", "--peers"]
+    printed, (result,) = bench("--shape", "1x65x2x16x8", *TINY[2:], *options)
+    assert {row["measured"] for row in result["rows"]} == {"backward"}
+    assert result["plan"]["packed"] == "1,64"
+    assert result["notes"] == ["no peers: fla has no form without an erase gate"]
+    assert "no erase gate" not in printed
+
+
+def test_a_missing_peer_is_one_line_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    printed, (result,) = bench(*TINY, "--passes", "forward", "--peers")
+    (note,) = result["notes"]
+    assert note.startswith("no peers: ")
+    assert "pip install 'gdn2[bench]'" in note
+    assert note in printed.splitlines()
+    assert len(result["rows"]) == 2
+
+
+def fake_fla(monkeypatch: pytest.MonkeyPatch, chunk: Any) -> None:
+    module = types.ModuleType("fla.ops.gdn2")
+    module.chunk_gdn2 = module.naive_chunk_gdn2 = chunk  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.gdn2", module)
+
+
+def test_a_peer_is_timed_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fla(monkeypatch, gated_delta_rule)
+    _, (result,) = bench(*TINY, "--passes", "backward", "--peers")
+    assert [r["backend"] for r in result["rows"]] == ["torch", "reference", "fla-naive-chunk"]
+    assert result["notes"] == []
+    on_gpu, _ = peers.find_peers(torch.device("cuda"), packed=True, erase=True)
+    assert list(on_gpu) == ["fla", "fla-no-recompute"]
+    on_cpu, notes = peers.find_peers(CPU, packed=True, erase=True)
+    assert on_cpu == {}
+    assert notes == ["no peers: fla packs sequences on a GPU only"]
+
+
+def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(**operands: Tensor) -> None:
+        raise RuntimeError("no [kernel]\nfor this machine")
+
+    fake_fla(monkeypatch, failing)
+    printed, (result,) = bench(*TINY, "--passes", "forward", "--peers")
+    note = "no fwd of fla-naive-chunk at 2x65x2x16x8: no [kernel]"
+    assert result["notes"] == [note]
+    assert note in printed.splitlines()
+    assert [row["backend"] for row in result["rows"]] == ["torch", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "1x2x3"], "shape: got '1x2x3', expected BxTxHxDkxDv, such as 1x2048x4x64x64"),
+        (["--shape", "1x0x1x8x8"], "shape: got '1x0x1x8x8', expected BxTxHxDkxDv, such as 1x"),
+        (["--backend", "numpy"], "backend: got 'numpy', expected one of auto, triton, torch, ref"),
+        (["--dtype", "int8"], "dtype: got 'int8', expected one of fp64, fp32, bf16, fp16"),
+        (["--passes", "sideways"], "passes: got 'sideways', expected one of forward, training, b"),
+        (["--chunk-size", "48"], "chunk_size: got 48, expected one of (16, 32, 64, 128)"),
+        (["--threads", "0"], "threads: got 0, expected at least 1"),
+        (["--suite", "gpu"], "suite: got 'gpu', expected one of cpu"),
+        (["--suite", "cpu", "--backend", "torch"], "suite: got 'cpu', which sets shape, backend,"),
+        (["--packed", "3,4"], "packed: got '3,4' for shape 1x2048x4x64x64, expected lengths that"),
+        (["--packed", "8", "--shape", "2x64x1x8x8"], "packed: got '8' for shape 2x64x1x8x8, exp"),
+        (["--packed", "a"], "packed: got 'a' for shape 1x2048x4x64x64, expected lengths that add"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(options: list[str], message: str) -> None:
+    device = [] if "--suite" in options else ["--device", "cpu"]
+    result = CliRunner().invoke(app, ["bench", "operator", *device, *options])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_value_of_the_wrong_type_is_a_mistake_too() -> None:
+    result = CliRunner().invoke(app, ["bench", "operator", "--chunk-size", "many"])
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_version_and_help() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"gdn2 {__version__}\n"
+    for verb in ([], ["doctor"], ["bench"], ["bench", "operator"]):
+        assert CliRunner().invoke(app, [*verb, "--help"]).exit_code == 0
