@@ -91,13 +91,12 @@ def level_sums(g, rows, h, ACC: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(T, rows, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + T)⁻¹ of a strictly lower triangular tile by masked block merge A ← A − A T_h A (Eq. 21)."""
-    R: tl.constexpr = T.shape[0]
-    A = (rows[:, None] == rows[None, :]).to(ACC) - tl.where(quarter(rows, 1), T, 0.0)
+    """(I + T)⁻¹ of strictly lower triangular tiles [n, R, R] by masked block merge A ← A − A T_h A (Eq. 21)."""
+    R: tl.constexpr = T.shape[1]
+    A = (rows[:, None] == rows[None, :]).to(ACC)[None, :, :] - tl.where(quarter(rows, 1)[None, :, :], T, 0.0)
     for level in tl.static_range(1, 10):
         if (1 << level) < R:
-            T_h = tl.where(quarter(rows, 1 << level), T, 0.0)
-            A -= sandwich(A, T_h, A, ACC, PRECISION)
+            A -= sandwich(A, tl.where(quarter(rows, 1 << level)[None, :, :], T, 0.0), A, ACC, PRECISION)
     return A
 
 
