@@ -101,10 +101,10 @@ def _no_decay(v: Tensor) -> Tensor:
 def _per_head(name: str, gate: Tensor, v: Tensor) -> Tensor:
     """Check a gate [B, T, H_v] and give it width one."""
     _check_values(v)
-    shape = tuple(v.shape[:3])
-    require(tuple(gate.shape) == shape, name, f"shape {tuple(gate.shape)}", f"v's {shape}")
+    if gate.shape != v.shape[:3]:  # put into words here alone, for the reason that `require` gives
+        require(False, name, ("shape", gate), f"v's {tuple(v.shape[:3])}")
     return gate.unsqueeze(-1)
 
 
 def _check_values(v: Tensor) -> None:
-    require(v.ndim == 4, "v", f"shape {tuple(v.shape)}", "[batch, length, heads, width]")
+    require(v.ndim == 4, "v", ("shape", v), "[batch, length, heads, width]")

@@ -3,6 +3,59 @@
 `torch.utils.flop_counter.FlopCounterMode` counts the operator by them. The backward counts what it recomputes.
 """
 
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+COUNTER = "torch.utils.flop_counter"
+Formulas = dict[Any, Callable[..., int]]  # of operators, from the shapes of their arguments
+
+
+def register_when_counting(formulas: Formulas) -> None:
+    """Give formulas to torch's counter as soon as somebody imports it.
+
+    To import it here would import triton, 0.2 s. To wait for an operator's first call would be too late: a counter
+    copies the formulas when it is made.
+    """
+    if COUNTER in sys.modules:
+        _register(formulas)
+    else:
+        sys.meta_path.insert(0, _Awaited(formulas))
+
+
+def _register(formulas: Formulas) -> None:
+    for operator, formula in formulas.items():
+        sys.modules[COUNTER].register_flop_formula(operator)(formula)
+
+
+class _Awaited(MetaPathFinder):
+    """Lets the other finders find the counter, and registers once it has run."""
+
+    def __init__(self, formulas: Formulas) -> None:
+        self.formulas = formulas
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register(self.formulas)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
 
 def rule_flops(key_width: int, value_width: int, chunk: int, erases: bool) -> float:
     """Forward, per token and key-side head; `value_width` counts all value heads it serves."""

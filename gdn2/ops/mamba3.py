@@ -198,16 +198,15 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt: Tensor, lam:
     require(q.dtype in DTYPES, "q", q.dtype, "fp64, fp32, bf16 or fp16")
     for name, x in {"q": q, "k": k, "v": v}.items():
         fits = x.ndim == 5 and x.shape[2] > 0
-        require(fits, name, f"shape {tuple(x.shape)}", "[batch, length, rank, heads, width]")
+        require(fits, name, ("shape", x), "[batch, length, rank, heads, width]")
         require(x.dtype == q.dtype, name, x.dtype, f"q's dtype {q.dtype}")
         require(x.device == q.device, name, f"device {x.device}", f"q's device {q.device}")
     batch, length, _, heads, _ = q.shape
-    require(k.shape == q.shape, "k", f"shape {tuple(k.shape)}", f"q's {tuple(q.shape)}")
-    values = (*q.shape[:4], v.shape[4])
-    require(tuple(v.shape) == values, "v", f"shape {tuple(v.shape)}", f"{values}")
+    require(k.shape == q.shape, "k", ("shape", k), ("q's", q))
+    values, gates = (*q.shape[:4], v.shape[4]), (batch, length, heads)
+    require(tuple(v.shape) == values, "v", ("shape", v), values)
     for name, x in {"g": g, "dt": dt, "lam": lam}.items():
-        expected = f"{(batch, length, heads)}"
-        require(tuple(x.shape) == (batch, length, heads), name, f"shape {tuple(x.shape)}", expected)
+        require(tuple(x.shape) == gates, name, ("shape", x), gates)
         require(x.dtype in (q.dtype, torch.float32), name, x.dtype, f"{q.dtype} or torch.float32")
         require(x.device == q.device, name, f"device {x.device}", f"q's device {q.device}")
 
@@ -216,6 +215,6 @@ def _check_state(state: Mamba3State, sequences: int, q: Tensor, v: Tensor) -> No
     check_state("state.S", state.S, sequences, q[:, :, 0], v[:, :, 0])
     for name, last, like in (("state.k", state.k, q), ("state.v", state.v, v)):
         shape = (sequences, *like.shape[2:])
-        require(tuple(last.shape) == shape, name, f"shape {tuple(last.shape)}", f"{shape}")
+        require(tuple(last.shape) == shape, name, ("shape", last), shape)
         require(last.dtype == like.dtype, name, last.dtype, f"{like.dtype}")
         require(last.device == like.device, name, f"device {last.device}", f"{like.device}")

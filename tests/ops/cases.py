@@ -60,10 +60,15 @@ class Result(NamedTuple):
 
 
 def log_decay(kind: float | str, shape: Sequence[int], rand: torch.Generator) -> Tensor:
-    """Log-decays: one value for all, mild ones, spikes among small ones, or every size at once."""
+    """Log-decays: one value for all, mild or uneven ones, spikes among small ones, or every size at once.
+
+    Of 16 uneven tokens about half decay beyond the bound at which rows inside a block are met in another way.
+    """
     noise = torch.rand(shape, generator=rand, dtype=torch.float64)
     if kind == "mild":
         return -F.softplus(4 * noise - 4)
+    if kind == "uneven":
+        return -5 * noise
     if kind == "spiky":
         return torch.where(noise < 0.1, -1000.0, -1e-3 * noise)
     if kind == "mixed":
@@ -147,7 +152,7 @@ AXES: dict[str, list[object]] = {
         *((2, 4, 1, 4), (1, 3, 3, 1), (2, 6, 3, 1), (4, 4, 2, 1)),
     ],
     "widths": list(product(("full", "one"), ("full", "one", "none"), ("full", "one", "none"))),
-    "decay": ["mild", "spiky", "mixed", 0.0, -1e-6, -1.0, -20.0],
+    "decay": ["mild", "uneven", "spiky", "mixed", 0.0, -1e-6, -1.0, -2.6, -4.0, -20.0],
     "erase_range": [1.0, 2.0],
     "initial_state": [True, False],
     "loss": ["both", "output", "final_state"],
