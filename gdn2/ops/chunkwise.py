@@ -280,6 +280,8 @@ def gradient(
             level_gradient(h, *levels[h], f.tiles, dP, dX, dK, d_since, d_after)
         if h == BASE:
             base_gradient(f.base, f.tiles, dP, dX, dK, d_since)
+            if f.base.shallow is not None:  # the levels below are for the other rows
+                dP = dP.masked_fill(f.base.shallow.unsqueeze(-1), 0)
     return dX, dK, d_since
 
 

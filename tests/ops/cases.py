@@ -1,5 +1,6 @@
 """Seeded operands of the operator, one run of it with its gradients, and a list of configurations."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gdn2 import gated_delta_rule
+from gdn2.ops.halving import BASE, DEEPEST
 
 OPERANDS = ("q", "k", "v", "g", "b", "w", "initial_state")
+THRESHOLD = math.log(DEEPEST) / BASE  # log-decay a token beyond which a block's last row is deep
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -105,6 +108,17 @@ def operands(case: Case) -> dict[str, Tensor]:
     if case.contiguous:
         return present
     return {n: x.mT.contiguous().mT for n, x in present.items()}
+
+
+def at_the_threshold(heads: int, still: int, generator: torch.Generator) -> Tensor:
+    """Log-decays [1, 32, heads, 1]: 16 − still tokens reach the bound but for a few ulps, then nearly nothing."""
+    g = -torch.rand(1, 32, heads, 1, generator=generator, dtype=torch.float64)
+    for block in g.split(BASE, 1):
+        moving, rest = block.split([BASE - still, still], 1)
+        ulps = torch.randint(-8, 9, (1, 1, heads, 1), generator=generator) * 2.0**-24
+        moving *= math.log(DEEPEST) * (1 + ulps) / moving.sum(1, keepdim=True)
+        rest *= 1e-7
+    return g.float()
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

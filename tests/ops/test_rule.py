@@ -266,7 +266,6 @@ def test_mistakes_are_named(change: dict[str, Any], message: str, backend: str) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.xfail(reason="only b and w may be None", raises=AttributeError, strict=True)
 @pytest.mark.parametrize("name", ["q", "k", "v", "g"])
 def test_what_must_be_there_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: got NoneType, expected a tensor"):

@@ -2,8 +2,8 @@
 
 The first works along the value channels: dZ = Aᵀ dR, dV, dW and the score gradients dA_qk = dO Rᵀ, dT = −dZ Rᵀ. The
 second works along the key channels and turns these into dQ, dK, dB and dg. Gradients of scores pass between them
-through memory, since the second needs them transposed too and a product's result must not be transposed in registers (a
-miscompile of Triton before 3.7.1 on Hopper).
+through memory, since a product's result must not be transposed in registers (a miscompile of Triton before 3.7.1 on
+Hopper); the second kernel loads them both ways.
 """
 
 import triton
@@ -11,10 +11,9 @@ import triton.language as tl
 
 from gdn2.ops.triton.tiles import (
     DEEP,
-    column_factors,
     decay_sums,
+    half_factors,
     load_rows,
-    masked_sum,
     product,
     store_rows,
 )
@@ -76,68 +75,66 @@ def gradient_values_kernel(
 
 
 @triton.jit
-def through_state(
-    X_ptr, S_ptr, i_head, start, length, chunk, rows, cols,
-    PACKED: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+def half_gradient(
+    dX, dK, X, K, since, dM_ptr, square, rows,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """X Sᵀ [C, BK] over all value channels; X is packed tokens or [M, H, C, d_v], S a chunk's states [M, H, DK, d_v]."""
+    """Add what flows through the strictly lower scores of one half, deep rows left out, for one kind of reader.
+
+    Also returns what is still to be summed from each token to the half's end for dg. That sum cancels between rows and
+    columns, so both use the same rounded factors: the same products meet twice.
+    """
+    row, column, deep = half_factors(X, K, since, DOT)
+    earlier = (rows[:, None] > rows[None, :]) & (deep == 0)[:, None]
+    dM = tl.where(earlier, tl.load(dM_ptr + square), 0.0).to(DOT)
+    d_row = product(dM, column, DOT, PRECISION, ACC)
+    d_column = product(tl.trans(dM), row, DOT, PRECISION, ACC)
+    dX += d_row * tl.exp(since)
+    dK += d_column * tl.where(since < -DEEP, 0.0, tl.exp(-since))
+    return dX, dK, d_row * row.to(ACC) - d_column * column.to(ACC)
+
+
+@triton.jit
+def state_gradients(
+    do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, first, rows, cols,
+    H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dQ_γ = dO S₀ᵀ, dĒ = −dZ S₀ᵀ, dK_tail = R dS_Cᵀ of one half, and rowsum(dS_C ⊙ S₀), for a block of channels."""
+    dtype: tl.constexpr = R_ptr.dtype.element_ty
+    R: tl.constexpr = rows.shape[0]
+    BK: tl.constexpr = cols.shape[0]
     G: tl.constexpr = HV // H
-    C: tl.constexpr = rows.shape[0]
-    total = tl.zeros((C, cols.shape[0]), ACC)
+    starts_ptr += chunk * (DK * G * DV)
+    ends_ptr += chunk * (DK * G * DV)
+    R_ptr += (chunk * 2 * R + first) * (G * DV)
+    dZ_ptr += (chunk * 2 * R + first) * (G * DV)
+    dQ = tl.zeros((R, BK), ACC)
+    dE = tl.zeros((R, BK), ACC)
+    dK = tl.zeros((R, BK), ACC)
+    d_chunk = tl.zeros((BK,), ACC)
     for i_block in range(0, G * tl.cdiv(DV, BV)):
         i_group = i_block // tl.cdiv(DV, BV)
+        i_v = (chunk % H).to(tl.int32) * G + i_group
         values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
         inside = (values < DV)[None, :]
         state = cols[:, None] * (G * DV) + i_group * DV + values[None, :]
-        S = tl.load(S_ptr + chunk * (DK * G * DV) + state, mask=(cols < DK)[:, None] & inside, other=0.0)
-        if PACKED:
-            X = load_rows(X_ptr, start, rows, length, i_head * G + i_group, HV, DV, values)
-        else:
-            offset = rows[:, None] * (G * DV) + i_group * DV + values[None, :]
-            X = tl.load(X_ptr + chunk * (C * G * DV) + offset, mask=inside, other=0.0)
-        total += product(X, tl.trans(S), DTYPE, PRECISION, ACC)
-    return total
-
-
-@triton.jit
-def through_decay(
-    starts_ptr, ends_ptr, chunk, cols, DK: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr
-):
-    """rowsum(dS_C ⊙ S₀) for a block of key channels (Eq. 60); WIDE counts the columns of all value heads."""
-    total = tl.zeros((cols.shape[0],), ACC)
-    for first_col in range(0, WIDE, BV):
-        values = first_col + tl.arange(0, BV)
-        mask = (cols < DK)[:, None] & (values < WIDE)[None, :]
-        state = chunk * (DK * WIDE) + cols[:, None] * WIDE + values[None, :]
-        S = tl.load(starts_ptr + state, mask=mask, other=0.0).to(ACC)
-        total += tl.sum(S * tl.load(ends_ptr + state, mask=mask, other=0.0).to(ACC), 1)
-    return total
-
-
-@triton.jit
-def score_gradient(
-    dK_own, dK_other, X, since, own, other, dM_ptr, R: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """What flows through the scores of one kind of reader, diagonal and deep rows of a half left out.
-
-    Returns the gradients of both kinds of column, of the decayed rows, and the rows' factors as rounded for the
-    products: what rows and columns do to g cancels, so both sides use the same rounded factors.
-    """
-    C: tl.constexpr = 2 * R
-    rows = tl.arange(0, C)
-    deep = tl.min(since, 1) < -DEEP
-    row, column = rows[:, None], rows[None, :]
-    same_half = (row < R) == (column < R)
-    factor = (X * tl.exp(since)).to(DOT)
-    dM = tl.load(dM_ptr + row * C + column).to(DOT)
-    dM_own = tl.where(same_half & (row > column) & (deep == 0)[:, None], dM, 0.0).to(DOT)
-    dM_other = tl.where((row >= R) & (column < R), dM, 0.0).to(DOT)
-    dK_own += product(tl.trans(dM_own), factor, DOT, PRECISION, ACC)
-    dK_other += product(tl.trans(dM_other), factor, DOT, PRECISION, ACC)
-    d_row = product(dM_own, own, DOT, PRECISION, ACC) + product(dM_other, other, DOT, PRECISION, ACC)
-    return dK_own, dK_other, d_row, factor
+        state_mask = (cols < DK)[:, None] & inside
+        offset = rows[:, None] * (G * DV) + i_group * DV + values[None, :]
+        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
+        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
+        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
+        dK += product(
+            tl.load(R_ptr + offset, mask=inside, other=0.0), tl.trans(dS), dtype, PRECISION, ACC
+        )
+        S = tl.trans(S)
+        dO = load_rows(do_ptr, start, first + rows, length, i_v, HV, DV, values)
+        dQ += product(dO, S, dtype, PRECISION, ACC)
+        if ERASE:
+            dE -= product(
+                tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC
+            )
+    return dQ, dE, dK, d_chunk
 
 
 @triton.jit
@@ -154,72 +151,113 @@ def gradient_keys_kernel(
 
     Grid: (M · H, DK / BK). Gradients are per key-side head [L, H, DK]; those of gates of width one are per block of
     channels [L, H, DK / BK]. The host sums over what an operand was broadcast over.
-    What a gradient does to g is summed back to the chunk's start (through γ), on to its end (through K_tail), or to the
-    start or end of a half (through the scores). Keys, queries and erase rows come one after the other, since there are
-    registers for one of them.
+    The halves come one after the other, so that one half's tiles fit into registers. What a gradient does to g is summed
+    towards the chunk's start (through γ), towards its end (through K_tail), or towards the seam between.
     """
-    C: tl.constexpr = 2 * R
     i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
     start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
     i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
-    chunk = i_chunk * H + i_head
-    dtype: tl.constexpr = R_ptr.dtype.element_ty
-    rows = tl.arange(0, C)
+    rows = tl.arange(0, R)
     cols = tl.program_id(1) * BK + tl.arange(0, BK)
-    first = (rows < R)[:, None]
-    row, column = rows[:, None], rows[None, :]
-    same_half = (row < R) == (column < R)
-    dA_qk_ptr += chunk * (C * C)
-
-    dK = through_state(
-        R_ptr, ends_ptr, i_head, start, length, chunk, rows, cols,
-        False, H, HV, DK, DV, BV, dtype, PRECISION, ACC)  # fmt: skip
-    since, after, total_1, total_2 = decay_sums(g_ptr, start, length, i_g, HG, G_WIDTH, cols, R, ACC)
-    K = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
-    own, other = column_factors(K, since, after, first, DOT, DOT)
-    dK *= tl.exp(after + tl.where(first, total_2[None, :], 0.0))
-    dg = masked_sum(column < row, dK * K, DOT, ACC)
-    d_chunk = through_decay(starts_ptr, ends_ptr, chunk, cols, DK, DV * (HV // H), BV, ACC)
-    dg += (d_chunk * tl.exp(total_1 + total_2))[None, :]
-    dK_own = tl.zeros((C, BK), ACC)
-    dK_other = tl.zeros((C, BK), ACC)
-
-    dX = through_state(
-        do_ptr, starts_ptr, i_head, start, length, chunk, rows, cols,
-        True, H, HV, DK, DV, BV, dtype, PRECISION, ACC)  # fmt: skip
-    dX *= tl.exp(since + tl.where(first, 0.0, total_1[None, :]))
-    X = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
-    dg += masked_sum(column >= row, dX * X, DOT, ACC)
-    dK_own, dK_other, d_row, factor = score_gradient(
-        dK_own, dK_other, X, since, own, other, dA_qk_ptr, R, DOT, PRECISION, ACC
-    )
-    dg += masked_sum(same_half & (column >= row), d_row * factor.to(ACC), DOT, ACC)
-    d_diagonal = tl.load(dA_qk_ptr + rows * (C + 1)).to(ACC)[:, None]
-    dK += d_diagonal * X
-    dX += d_row * tl.exp(since) + d_diagonal * K
-    store_rows(dq_ptr, dX * scale, start, rows, length, i_head, H, DK, cols)
-
+    chunk = i_chunk * H + i_head
+    dA_qk_ptr += chunk * (4 * R * R)
     if B_WIDTH > 0:
-        dX = -through_state(
-            dZ_ptr, starts_ptr, i_head, start, length, chunk, rows, cols,
-            False, H, HV, DK, DV, BV, dtype, PRECISION, ACC)  # fmt: skip
-        dX *= tl.exp(since + tl.where(first, 0.0, total_1[None, :]))
-        B = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
-        dg += masked_sum(column >= row, dX * B * K, DOT, ACC)
-        dK_own, dK_other, d_row, factor = score_gradient(
-            dK_own, dK_other, B * K, since, own, other, dT_ptr + chunk * (C * C), R, DOT, PRECISION, ACC
-        )
-        dg += masked_sum(same_half & (column >= row), d_row * factor.to(ACC), DOT, ACC)
-        dX += d_row * tl.exp(since)
-        store_gate(db_ptr, dX * K, start, rows, length, i_head, H, DK, B_WIDTH, cols)
-        dK += dX * B
+        dT_ptr += chunk * (4 * R * R)
+    square = rows[:, None] * (2 * R) + rows[None, :]
+    second: tl.constexpr = R * 2 * R  # from the first block of scores to the one below
+    ERASE: tl.constexpr = B_WIDTH > 0
+    diagonal = rows[:, None] == rows[None, :]
+    strict = (rows[:, None] > rows[None, :]).to(ACC)
 
-    dg -= masked_sum(same_half & (column >= row), dK_own * own.to(ACC), DOT, ACC)
-    dK_other *= tl.exp(after)
-    dg += masked_sum(same_half & (column < row) & (row < R), dK_other * K, DOT, ACC)
-    dK += dK_own * tl.where(since < -DEEP, 0.0, tl.exp(-since)) + dK_other
+    # first half
+    dQ, dE, dK, d_chunk = state_gradients(
+        do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, 0, rows, cols,
+        H, HV, DK, DV, BV, ERASE, PRECISION, ACC)  # fmt: skip
+    g_2, since_2, _ = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
+    total_2 = tl.sum(g_2, 0)
+    Q_2 = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    row = Q_2 * tl.exp(since_2)
+    d_column = product(tl.trans(tl.load(dA_qk_ptr + square + second)), row, DOT, PRECISION, ACC)
+    if ERASE:
+        E_2 = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
+        E_2 *= load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        d_column += product(
+            tl.trans(tl.load(dT_ptr + square + second)), E_2 * tl.exp(since_2), DOT, PRECISION, ACC
+        )
+
+    g_1, since, after = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
+    total_1 = tl.sum(g_1, 0)
+    d_chunk *= tl.exp(total_1 + total_2)
+    K = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
+    Q = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    dK *= tl.exp(after + total_2[None, :])
+    d_before = tl.sum(dK * K, 0)
+    dK += d_column * tl.exp(after)
+    dg_1 = tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC) + d_chunk[None, :]
+    dQ *= tl.exp(since)
+    to_start = dQ * Q
+    dQ, dK, more = half_gradient(dQ, dK, Q, K, since, dA_qk_ptr, square, rows, DOT, PRECISION, ACC)
+    to_start += more
+    d_diagonal = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
+    store_rows(dq_ptr, (dQ + d_diagonal * K) * scale, start, rows, length, i_head, H, DK, cols)
+    dK += d_diagonal * Q
+    if ERASE:
+        B = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        dE *= tl.exp(since)
+        to_start += dE * B * K
+        dE, dK, more = half_gradient(
+            dE, dK, B * K, K, since, dT_ptr, square, rows, DOT, PRECISION, ACC
+        )
+        to_start += more
+        store_gate(db_ptr, dE * K, start, rows, length, i_head, H, DK, B_WIDTH, cols)
+        dK += dE * B
     store_rows(dk_ptr, dK, start, rows, length, i_head, H, DK, cols)
-    store_gate(dg_ptr, dg, start, rows, length, i_head, H, DK, G_WIDTH, cols)
+    dg_1 += tl.cumsum(to_start, 0, reverse=True)
+
+    # second half
+    dQ, dE, dK, _ = state_gradients(
+        do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, R, rows, cols,
+        H, HV, DK, DV, BV, ERASE, PRECISION, ACC)  # fmt: skip
+    _, _, after = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
+    column = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * tl.exp(after)
+    g_2, since, after = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
+    K = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
+    Q = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    dK *= tl.exp(after)
+    dg_2 = (
+        tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC)
+        + (d_chunk + d_before)[None, :]
+    )
+    square += second
+    dQ *= tl.exp(since + total_1[None, :])
+    d_after = tl.sum(dQ * Q, 0)
+    dQ += product(tl.load(dA_qk_ptr + square), column, DOT, PRECISION, ACC) * tl.exp(since)
+    to_start = dQ * Q
+    dQ, dK, more = half_gradient(
+        dQ, dK, Q, K, since, dA_qk_ptr, square + R, rows, DOT, PRECISION, ACC
+    )
+    to_start += more
+    d_diagonal = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + R), 0.0), 1).to(ACC)[
+        :, None
+    ]
+    store_rows(dq_ptr, (dQ + d_diagonal * K) * scale, start, R + rows, length, i_head, H, DK, cols)
+    dK += d_diagonal * Q
+    if ERASE:
+        B = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        dE *= tl.exp(since + total_1[None, :])
+        d_after += tl.sum(dE * B * K, 0)
+        dE += product(tl.load(dT_ptr + square), column, DOT, PRECISION, ACC) * tl.exp(since)
+        to_start += dE * B * K
+        dE, dK, more = half_gradient(
+            dE, dK, B * K, K, since, dT_ptr, square + R, rows, DOT, PRECISION, ACC
+        )
+        to_start += more
+        store_gate(db_ptr, dE * K, start, R + rows, length, i_head, H, DK, B_WIDTH, cols)
+        dK += dE * B
+    store_rows(dk_ptr, dK, start, R + rows, length, i_head, H, DK, cols)
+    dg_2 += tl.cumsum(to_start, 0, reverse=True)
+    store_gate(dg_ptr, dg_2, start, R + rows, length, i_head, H, DK, G_WIDTH, cols)
+    store_gate(dg_ptr, dg_1 + d_after[None, :], start, rows, length, i_head, H, DK, G_WIDTH, cols)
 
 
 @triton.jit

@@ -47,7 +47,9 @@ def scan_kernel(
         keyed, valued = chunk * (C * DK), chunk * (C * G * DV)  # where this chunk begins
         if SAVE:
             tl.store(starts_ptr + chunk * (DK * G * DV) + in_start, S.to(dtype), mask=state_mask)
-        R = tl.load(U_ptr + valued + value_tile, mask=value_mask[:, None], other=0.0).to(ACC)  # Rᵀ [BV, C]
+        R = tl.load(U_ptr + valued + value_tile, mask=value_mask[:, None], other=0.0).to(
+            ACC
+        )  # Rᵀ [BV, C]
         if ERASE:
             Y = tl.load(Y_ptr + keyed + tile, mask=key_mask[None, :], other=0.0)
             R -= product(S, tl.trans(Y), dtype, PRECISION, ACC)
@@ -106,7 +108,9 @@ def scan_reverse_kernel(
         tl.store(ends_ptr + chunk * (DK * G * DV) + in_end, dS.to(dtype), mask=state_mask)
         start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
         mask = value_mask[:, None] & (rows < length)[None, :]
-        dO = tl.load(do_ptr + (start * HV + i_value) * DV + tokens, mask=mask, other=0.0)  # dOᵀ [BV, C]
+        dO = tl.load(
+            do_ptr + (start * HV + i_value) * DV + tokens, mask=mask, other=0.0
+        )  # dOᵀ [BV, C]
         A_qk = tl.load(A_qk_ptr + chunk * (C * C) + rows[:, None] * C + rows[None, :])
         K_tail = tl.load(K_tail_ptr + keyed + tile, mask=key_mask[None, :], other=0.0)
         dR = product(dS, tl.trans(K_tail), dtype, PRECISION, ACC) + product(

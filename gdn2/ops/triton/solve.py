@@ -33,10 +33,8 @@ def solve_kernel(
         E_bar_ptr += tile * DK
         Y_ptr += tile * DK
         square = rows[:, None] * (2 * R) + rows[None, :]
-        # both halves at once: their merges do not wait for each other
-        halves = tl.arange(0, 2)[:, None, None] * (R * 2 * R + R) + square[None, :, :]
-        A = unit_lower_inverse(tl.load(T_ptr + halves), rows, ACC, SOLVE)
-        A_11, A_22 = tl.split(tl.permute(A, (1, 2, 0)))
+        A_11 = unit_lower_inverse(tl.load(T_ptr + square), rows, ACC, SOLVE)
+        A_22 = unit_lower_inverse(tl.load(T_ptr + square + R * 2 * R + R), rows, ACC, SOLVE)
         A_21 = -sandwich(A_22, tl.load(T_ptr + square + R * 2 * R), A_11, ACC, SOLVE)
         A_11, A_21, A_22 = A_11.to(dtype), A_21.to(dtype), A_22.to(dtype)
         tl.store(A_ptr + square, A_11)

@@ -55,15 +55,6 @@ def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
     return Table(size, torch.where(known, begin, zero), torch.where(known, length, zero), first)
 
 
-# Operands of scores inside a half; tf32 rounds them four times less than bf16.
-OWN_PRODUCTS = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float32,
-    torch.bfloat16: tl.float32,
-}
-
-
 def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:
     """Dtypes of operands and sums: products of fp16 operands with decays need the exponents of tf32."""
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
@@ -131,8 +122,7 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
     scores_kernel[(M * H,)](
         x.q, x.k, x.g, x.b, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
         table.start, table.length, x.scale,
-        **sizes(x), R=C // 2, BK=BK, OWN=OWN_PRODUCTS[x.q.dtype],
-        **products, num_warps=how.num_warps, num_stages=how.num_stages,
+        **sizes(x), R=C // 2, BK=BK, **products, num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     deep_scores_kernel[(M * H, 2)](
         x.q, x.k, x.g, x.b, f.A_qk, T, f.deep, table.start, table.length, x.scale,

@@ -48,54 +48,37 @@ def product(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def load_halves(
-    ptr, start, shift, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols, R: tl.constexpr
-):
-    """Tile [2, R, cols] of a chunk's two halves, moved up by `shift` rows inside each."""
-    ptr += (start * HEADS + i_head) * WIDTH
-    half, row = tl.arange(0, 2)[:, None, None], (tl.arange(0, R) + shift)[None, :, None]
-    inside = (row < R) & (half * R + row < length)
-    if WIDTH == 1:
-        column = tl.load(ptr + (half * R + row) * HEADS, mask=inside, other=0.0)
-        return tl.broadcast_to(column, (2, R, cols.shape[0]))
-    offset = (half * R + row) * (HEADS * WIDTH) + cols[None, None, :]
-    return tl.load(ptr + offset, mask=inside & (cols < WIDTH)[None, None, :], other=0.0)
-
-
-@triton.jit
 def decay_sums(
-    g_ptr, start, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols, R: tl.constexpr, ACC: tl.constexpr
+    g_ptr,
+    start,
+    rows,
+    first,
+    length,
+    i_head,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    cols,
+    ACC: tl.constexpr,
 ):
-    """Sums of log-decays [C, cols]: since the start of a token's half, own included, and after it until the half's end.
+    """Log-decays of a half and their sums since its start (own included) and after each token until its end.
 
-    The second is a reverse sum of the rows below, not a difference, so nothing cancels. Also the totals of both halves.
+    The second is a reverse sum of the rows below, not a difference, so nothing cancels.
     """
-    C: tl.constexpr = 2 * R
-    g = load_halves(g_ptr, start, 0, length, i_head, HEADS, WIDTH, cols, R).to(ACC)
-    below = load_halves(g_ptr, start, 1, length, i_head, HEADS, WIDTH, cols, R).to(ACC)
-    since = tl.reshape(tl.cumsum(g, 1), (C, cols.shape[0]))
-    after = tl.reshape(tl.cumsum(below, 1, reverse=True), (C, cols.shape[0]))
-    totals, half = tl.sum(g, 1), tl.arange(0, 2)[:, None]
-    total_1, total_2 = tl.sum(tl.where(half == 0, totals, 0.0), 0), tl.sum(tl.where(half == 1, totals, 0.0), 0)
-    return since, after, total_1, total_2
+    R: tl.constexpr = rows.shape[0]
+    g = load_rows(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols).to(ACC)
+    # the row below, or nothing for the half's last row
+    below = load_rows(
+        g_ptr, start, first + rows + 1, tl.minimum(length, first + R), i_head, HEADS, WIDTH, cols
+    ).to(ACC)
+    return g, tl.cumsum(g, 0), tl.cumsum(below, 0, reverse=True)
 
 
 @triton.jit
-def column_factors(K, since, after, first, OWN: tl.constexpr, DOT: tl.constexpr):
-    """Keys as columns, rounded: for rows of their own half, and for rows of the other (zero in the second half)."""
-    own = K * tl.where(since < -DEEP, 0.0, tl.exp(-since))
-    return own.to(OWN), tl.where(first, K * tl.exp(after), 0.0).to(DOT)
-
-
-@triton.jit
-def masked_sum(mask, X, DOT: tl.constexpr, ACC: tl.constexpr):
-    """Sums of rows of X as the mask [C, C] says, by a product with ones that keeps at least 16 bits of X."""
-    if DOT == tl.bfloat16:
-        high = X.to(tl.bfloat16)
-        low = (X - high.to(ACC)).to(tl.bfloat16)
-        ones = mask.to(tl.bfloat16)
-        return tl.dot(ones, high, out_dtype=ACC) + tl.dot(ones, low, out_dtype=ACC)
-    return tl.dot(mask.to(ACC), X, input_precision="tf32x3", out_dtype=ACC)
+def half_factors(X, K, since, DOT: tl.constexpr):
+    """Rows and columns of one half measured from its start, rounded, and which rows are deep."""
+    deep = tl.min(since, 1) < -DEEP
+    column = tl.where(since < -DEEP, 0.0, tl.exp(-since)) * K
+    return (X * tl.exp(since)).to(DOT), column.to(DOT), deep
 
 
 @triton.jit
@@ -111,12 +94,12 @@ def level_sums(g, rows, h, ACC: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(T, rows, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + T)⁻¹ of strictly lower triangular tiles [n, R, R] by masked block merge A ← A − A T_h A (Eq. 21)."""
-    R: tl.constexpr = T.shape[1]
-    A = (rows[:, None] == rows[None, :]).to(ACC)[None, :, :] - tl.where(quarter(rows, 1)[None, :, :], T, 0.0)
+    """(I + T)⁻¹ of a strictly lower triangular tile by masked block merge A ← A − A T_h A (Eq. 21)."""
+    R: tl.constexpr = T.shape[0]
+    A = (rows[:, None] == rows[None, :]).to(ACC) - tl.where(quarter(rows, 1), T, 0.0)
     for level in tl.static_range(1, 10):
         if (1 << level) < R:
-            A -= sandwich(A, tl.where(quarter(rows, 1 << level)[None, :, :], T, 0.0), A, ACC, PRECISION)
+            A -= sandwich(A, tl.where(quarter(rows, 1 << level), T, 0.0), A, ACC, PRECISION)
     return A
 
 
@@ -132,3 +115,12 @@ def quarter(rows, h):
     """Where second halves of blocks of 2h rows meet their first halves."""
     row, column = rows[:, None] // h, rows[None, :] // h
     return (row == column + 1) & (row % 2 == 1)
+
+
+@triton.jit
+def store_blocks(ptr, X_11, X_21, X_22, R: tl.constexpr):
+    """Store the three lower blocks of a [2R, 2R] matrix."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    tl.store(ptr, X_11.to(dtype))
+    tl.store(ptr + R * 2 * R, X_21.to(dtype))
+    tl.store(ptr + R * 2 * R + R, X_22.to(dtype))

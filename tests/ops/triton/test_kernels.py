@@ -35,8 +35,8 @@ CASES = [
     single(decay="mixed", d_k=20, d_v=48),
     single(decay=0.0, erase_range=2.0, d_k=48, d_v=20, T=65, chunk_size=64),
     single(decay="spiky", heads=(1, 4, 2, 1), widths=("one", "one", "one"), chunk_size=64),
-    single(decay=-200.0, heads=(2, 2, 1, 2), widths=("full", "one", "none"), T=31),
-    single(decay=-20.0, widths=("one", "none", "full"), heads=(1, 2, 1, 1), T=100, chunk_size=128),
+    single(decay=-200.0, heads=(2, 4, 1, 2), widths=("full", "none", "none"), T=31),
+    single(decay=-4.0, heads=(1, 2, 1, 2), widths=("one", "full", "full"), T=100, chunk_size=128),
     single(decay=-1.0, lengths=(1, 0, 33), d_v=1, erase_range=2.0),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -114,7 +114,8 @@ class Literal:
         self.ends: list[Tensor] = []
         self.R: list[Tensor] = []
         states = side_by_side(self.state, self.x.heads)
-        for S, (first, last) in zip(states, pairwise(self.table.first.tolist()), strict=True):
+        for initial, (first, last) in zip(states, pairwise(self.table.first.tolist()), strict=True):
+            S = initial
             for m in range(first, last):
                 R = self.U[m] if self.x.b is None else self.U[m] - self.Y[m] @ S
                 O = self.Q_gamma[m] @ S + self.A_qk[m] @ R
