@@ -76,7 +76,7 @@ def gradient_values_kernel(
 
 @triton.jit
 def half_gradient(
-    dX, dK, X, K, since, dM_ptr, square, rows,
+    dX, dK, X, K, since, dM_ptr, square, flipped, rows,
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add what flows through the strictly lower scores of one half, deep rows left out, for one kind of reader.
@@ -86,55 +86,12 @@ def half_gradient(
     """
     row, column, deep = half_factors(X, K, since, DOT)
     earlier = (rows[:, None] > rows[None, :]) & (deep == 0)[:, None]
-    dM = tl.where(earlier, tl.load(dM_ptr + square), 0.0).to(DOT)
-    d_row = product(dM, column, DOT, PRECISION, ACC)
-    d_column = product(tl.trans(dM), row, DOT, PRECISION, ACC)
+    later = (rows[:, None] < rows[None, :]) & (deep == 0)[None, :]
+    d_row = product(tl.where(earlier, tl.load(dM_ptr + square), 0.0), column, DOT, PRECISION, ACC)
+    d_column = product(tl.where(later, tl.load(dM_ptr + flipped), 0.0), row, DOT, PRECISION, ACC)
     dX += d_row * tl.exp(since)
     dK += d_column * tl.where(since < -DEEP, 0.0, tl.exp(-since))
     return dX, dK, d_row * row.to(ACC) - d_column * column.to(ACC)
-
-
-@triton.jit
-def state_gradients(
-    do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, first, rows, cols,
-    H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """dQ_γ = dO S₀ᵀ, dĒ = −dZ S₀ᵀ, dK_tail = R dS_Cᵀ of one half, and rowsum(dS_C ⊙ S₀), for a block of channels."""
-    dtype: tl.constexpr = R_ptr.dtype.element_ty
-    R: tl.constexpr = rows.shape[0]
-    BK: tl.constexpr = cols.shape[0]
-    G: tl.constexpr = HV // H
-    starts_ptr += chunk * (DK * G * DV)
-    ends_ptr += chunk * (DK * G * DV)
-    R_ptr += (chunk * 2 * R + first) * (G * DV)
-    dZ_ptr += (chunk * 2 * R + first) * (G * DV)
-    dQ = tl.zeros((R, BK), ACC)
-    dE = tl.zeros((R, BK), ACC)
-    dK = tl.zeros((R, BK), ACC)
-    d_chunk = tl.zeros((BK,), ACC)
-    for i_block in range(0, G * tl.cdiv(DV, BV)):
-        i_group = i_block // tl.cdiv(DV, BV)
-        i_v = (chunk % H).to(tl.int32) * G + i_group
-        values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
-        inside = (values < DV)[None, :]
-        state = cols[:, None] * (G * DV) + i_group * DV + values[None, :]
-        state_mask = (cols < DK)[:, None] & inside
-        offset = rows[:, None] * (G * DV) + i_group * DV + values[None, :]
-        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
-        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
-        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
-        dK += product(
-            tl.load(R_ptr + offset, mask=inside, other=0.0), tl.trans(dS), dtype, PRECISION, ACC
-        )
-        S = tl.trans(S)
-        dO = load_rows(do_ptr, start, first + rows, length, i_v, HV, DV, values)
-        dQ += product(dO, S, dtype, PRECISION, ACC)
-        if ERASE:
-            dE -= product(
-                tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC
-            )
-    return dQ, dE, dK, d_chunk
 
 
 @triton.jit
@@ -150,114 +107,150 @@ def gradient_keys_kernel(
     """dQ, dK, dg and dB of one chunk, for BK key channels.
 
     Grid: (M · H, DK / BK). Gradients are per key-side head [L, H, DK]; those of gates of width one are per block of
-    channels [L, H, DK / BK]. The host sums over what an operand was broadcast over.
-    The halves come one after the other, so that one half's tiles fit into registers. What a gradient does to g is summed
-    towards the chunk's start (through γ), towards its end (through K_tail), or towards the seam between.
+    channels [DK / BK, L, H]. The host sums over what an operand was broadcast over.
     """
     i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
     start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
     i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
+    dtype: tl.constexpr = R_ptr.dtype.element_ty
+    G: tl.constexpr = HV // H
     rows = tl.arange(0, R)
     cols = tl.program_id(1) * BK + tl.arange(0, BK)
-    chunk = i_chunk * H + i_head
-    dA_qk_ptr += chunk * (4 * R * R)
-    if B_WIDTH > 0:
-        dT_ptr += chunk * (4 * R * R)
-    square = rows[:, None] * (2 * R) + rows[None, :]
-    second: tl.constexpr = R * 2 * R  # from the first block of scores to the one below
-    ERASE: tl.constexpr = B_WIDTH > 0
-    diagonal = rows[:, None] == rows[None, :]
-    strict = (rows[:, None] > rows[None, :]).to(ACC)
+    tile = (i_chunk * H + i_head) * (2 * R)
 
-    # first half
-    dQ, dE, dK, d_chunk = state_gradients(
-        do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, 0, rows, cols,
-        H, HV, DK, DV, BV, ERASE, PRECISION, ACC)  # fmt: skip
-    g_2, since_2, _ = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
-    total_2 = tl.sum(g_2, 0)
-    Q_2 = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
-    row = Q_2 * tl.exp(since_2)
-    d_column = product(tl.trans(tl.load(dA_qk_ptr + square + second)), row, DOT, PRECISION, ACC)
-    if ERASE:
-        E_2 = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
-        E_2 *= load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
-        d_column += product(
-            tl.trans(tl.load(dT_ptr + square + second)), E_2 * tl.exp(since_2), DOT, PRECISION, ACC
+    dQ_1 = tl.zeros((R, BK), ACC)
+    dQ_2 = tl.zeros((R, BK), ACC)
+    dK_1 = tl.zeros((R, BK), ACC)
+    dK_2 = tl.zeros((R, BK), ACC)
+    dE_1 = tl.zeros((R, BK), ACC)
+    dE_2 = tl.zeros((R, BK), ACC)
+    d_chunk = tl.zeros((BK,), ACC)
+    for i_block in range(0, G * tl.cdiv(DV, BV)):
+        i_group = i_block // tl.cdiv(DV, BV)
+        i_v = i_head * G + i_group
+        values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
+        inside = (values < DV)[None, :]
+        state = (
+            ((i_chunk * H + i_head) * DK + cols[:, None]) * (G * DV)
+            + i_group * DV
+            + values[None, :]
         )
+        state_mask = (cols < DK)[:, None] & inside
+        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
+        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
+        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
+        S, dS = tl.trans(S), tl.trans(dS)
+        dO_1 = load_rows(do_ptr, start, rows, length, i_v, HV, DV, values)
+        dO_2 = load_rows(do_ptr, start, R + rows, length, i_v, HV, DV, values)
+        dQ_1 += product(dO_1, S, dtype, PRECISION, ACC)
+        dQ_2 += product(dO_2, S, dtype, PRECISION, ACC)
+        offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + values[None, :]
+        below: tl.constexpr = R * G * DV
+        dK_1 += product(tl.load(R_ptr + offset, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
+        dK_2 += product(
+            tl.load(R_ptr + offset + below, mask=inside, other=0.0), dS, dtype, PRECISION, ACC
+        )
+        if B_WIDTH > 0:
+            dE_1 -= product(
+                tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC
+            )
+            dE_2 -= product(
+                tl.load(dZ_ptr + offset + below, mask=inside, other=0.0), S, dtype, PRECISION, ACC
+            )
 
-    g_1, since, after = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
-    total_1 = tl.sum(g_1, 0)
+    g_1, since_1, after_1 = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
+    g_2, since_2, after_2 = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
+    total_1, total_2 = tl.sum(g_1, 0), tl.sum(g_2, 0)
     d_chunk *= tl.exp(total_1 + total_2)
-    K = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
-    Q = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
-    dK *= tl.exp(after + total_2[None, :])
-    d_before = tl.sum(dK * K, 0)
-    dK += d_column * tl.exp(after)
-    dg_1 = tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC) + d_chunk[None, :]
-    dQ *= tl.exp(since)
-    to_start = dQ * Q
-    dQ, dK, more = half_gradient(dQ, dK, Q, K, since, dA_qk_ptr, square, rows, DOT, PRECISION, ACC)
-    to_start += more
-    d_diagonal = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
-    store_rows(dq_ptr, (dQ + d_diagonal * K) * scale, start, rows, length, i_head, H, DK, cols)
-    dK += d_diagonal * Q
-    if ERASE:
-        B = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
-        dE *= tl.exp(since)
-        to_start += dE * B * K
-        dE, dK, more = half_gradient(
-            dE, dK, B * K, K, since, dT_ptr, square, rows, DOT, PRECISION, ACC
-        )
-        to_start += more
-        store_gate(db_ptr, dE * K, start, rows, length, i_head, H, DK, B_WIDTH, cols)
-        dK += dE * B
-    store_rows(dk_ptr, dK, start, rows, length, i_head, H, DK, cols)
-    dg_1 += tl.cumsum(to_start, 0, reverse=True)
+    K_1 = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
+    K_2 = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
+    Q_1 = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    Q_2 = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
 
-    # second half
-    dQ, dE, dK, _ = state_gradients(
-        do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, start, length, chunk, R, rows, cols,
-        H, HV, DK, DV, BV, ERASE, PRECISION, ACC)  # fmt: skip
-    _, _, after = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
-    column = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * tl.exp(after)
-    g_2, since, after = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
-    K = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
-    Q = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
-    dK *= tl.exp(after)
+    # through γ: summed from each token back to the chunk's start; through K_tail: from the token to the chunk's end
+    dQ_1 *= tl.exp(since_1)
+    dQ_2 *= tl.exp(since_2 + total_1[None, :])
+    dK_1 *= tl.exp(after_1 + total_2[None, :])
+    dK_2 *= tl.exp(after_2)
+    to_start_1, to_start_2 = dQ_1 * Q_1, dQ_2 * Q_2
+    to_end_1, to_end_2 = dK_1 * K_1, dK_2 * K_2
+    d_before = tl.sum(to_end_1, 0)
+
+    square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
+    flipped = tile * (2 * R) + rows[None, :] * (2 * R) + rows[:, None]
+    second: tl.constexpr = R * 2 * R
+    diagonal = rows[:, None] == rows[None, :]
+    d_diagonal_1 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
+    d_diagonal_2 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + second + R), 0.0), 1).to(
+        ACC
+    )[:, None]
+
+    # through the seam: rows of the second half, columns of the first
+    column = K_1 * tl.exp(after_1)
+    row_decay = tl.exp(since_2)
+    d_row = product(tl.load(dA_qk_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
+    d_column = product(tl.load(dA_qk_ptr + flipped + second), Q_2 * row_decay, DOT, PRECISION, ACC)
+    dQ_2 += d_row
+    to_seam_2 = d_row * Q_2
+    if B_WIDTH > 0:
+        B_1 = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        B_2 = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        E_1, E_2 = B_1 * K_1, B_2 * K_2
+        dE_1 *= tl.exp(since_1)
+        dE_2 *= tl.exp(since_2 + total_1[None, :])
+        to_start_1 += dE_1 * E_1
+        to_start_2 += dE_2 * E_2
+        d_row = product(tl.load(dT_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
+        d_column += product(
+            tl.load(dT_ptr + flipped + second), E_2 * row_decay, DOT, PRECISION, ACC
+        )
+        dE_2 += d_row
+        to_seam_2 += d_row * E_2
+    d_column *= tl.exp(after_1)
+    dK_1 += d_column
+    to_end_1 += d_column * K_1
+
+    d_after = tl.sum(to_start_2, 0)
+    strict = (rows[:, None] > rows[None, :]).to(ACC)
+    dg_1 = (
+        tl.dot(strict, to_end_1, input_precision=PRECISION, out_dtype=ACC)
+        + (d_chunk + d_after)[None, :]
+    )
     dg_2 = (
-        tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC)
+        tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC)
         + (d_chunk + d_before)[None, :]
     )
-    square += second
-    dQ *= tl.exp(since + total_1[None, :])
-    d_after = tl.sum(dQ * Q, 0)
-    dQ += product(tl.load(dA_qk_ptr + square), column, DOT, PRECISION, ACC) * tl.exp(since)
-    to_start = dQ * Q
-    dQ, dK, more = half_gradient(
-        dQ, dK, Q, K, since, dA_qk_ptr, square + R, rows, DOT, PRECISION, ACC
+
+    # inside each half
+    square_2, flipped_2 = square + second + R, flipped + second + R
+    dQ_1, dK_1, back_1 = half_gradient(
+        dQ_1, dK_1, Q_1, K_1, since_1, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
     )
-    to_start += more
-    d_diagonal = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + R), 0.0), 1).to(ACC)[
-        :, None
-    ]
-    store_rows(dq_ptr, (dQ + d_diagonal * K) * scale, start, R + rows, length, i_head, H, DK, cols)
-    dK += d_diagonal * Q
-    if ERASE:
-        B = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
-        dE *= tl.exp(since + total_1[None, :])
-        d_after += tl.sum(dE * B * K, 0)
-        dE += product(tl.load(dT_ptr + square), column, DOT, PRECISION, ACC) * tl.exp(since)
-        to_start += dE * B * K
-        dE, dK, more = half_gradient(
-            dE, dK, B * K, K, since, dT_ptr, square + R, rows, DOT, PRECISION, ACC
+    dQ_2, dK_2, back_2 = half_gradient(
+        dQ_2, dK_2, Q_2, K_2, since_2, dA_qk_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
+    )
+    if B_WIDTH > 0:
+        dE_1, dK_1, more = half_gradient(
+            dE_1, dK_1, E_1, K_1, since_1, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC
         )
-        to_start += more
-        store_gate(db_ptr, dE * K, start, R + rows, length, i_head, H, DK, B_WIDTH, cols)
-        dK += dE * B
-    store_rows(dk_ptr, dK, start, R + rows, length, i_head, H, DK, cols)
-    dg_2 += tl.cumsum(to_start, 0, reverse=True)
+        back_1 += more
+        dE_2, dK_2, more = half_gradient(
+            dE_2, dK_2, E_2, K_2, since_2, dT_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
+        )
+        back_2 += more
+        dK_1 += dE_1 * B_1
+        dK_2 += dE_2 * B_2
+        store_gate(db_ptr, dE_1 * K_1, start, rows, length, i_head, H, DK, B_WIDTH, cols)
+        store_gate(db_ptr, dE_2 * K_2, start, R + rows, length, i_head, H, DK, B_WIDTH, cols)
+    dg_1 += tl.cumsum(to_start_1 + back_1, 0, reverse=True)
+    dg_2 += tl.cumsum(to_start_2 + to_seam_2 + back_2, 0, reverse=True)
+    dQ_1, dQ_2 = (dQ_1 + d_diagonal_1 * K_1) * scale, (dQ_2 + d_diagonal_2 * K_2) * scale
+    store_rows(dq_ptr, dQ_1, start, rows, length, i_head, H, DK, cols)
+    store_rows(dq_ptr, dQ_2, start, R + rows, length, i_head, H, DK, cols)
+    store_rows(dk_ptr, dK_1 + d_diagonal_1 * Q_1, start, rows, length, i_head, H, DK, cols)
+    store_rows(dk_ptr, dK_2 + d_diagonal_2 * Q_2, start, R + rows, length, i_head, H, DK, cols)
+    store_gate(dg_ptr, dg_1, start, rows, length, i_head, H, DK, G_WIDTH, cols)
     store_gate(dg_ptr, dg_2, start, R + rows, length, i_head, H, DK, G_WIDTH, cols)
-    store_gate(dg_ptr, dg_1 + d_after[None, :], start, rows, length, i_head, H, DK, G_WIDTH, cols)
 
 
 @triton.jit

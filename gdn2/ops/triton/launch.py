@@ -18,7 +18,7 @@ DEFAULT = {
     "scan": Launch(256, 64, 4, 3),
     "scan_reverse": Launch(256, 64, 4, 3),
     "gradient_values": Launch(0, 128, 4),
-    "gradient_keys": Launch(64, 64, 8),
+    "gradient_keys": Launch(64, 128, 8),
 }
 
 

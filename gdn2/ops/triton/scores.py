@@ -29,12 +29,6 @@ def scores_kernel(
     rows = tl.arange(0, R)
     tile = (i_chunk * H + i_head) * (2 * R)  # first row of this chunk in [M, H, C, …]
     dtype: tl.constexpr = Q_gamma_ptr.dtype.element_ty
-    Q_gamma_ptr += tile * DK
-    K_tail_ptr += tile * DK
-    A_qk_ptr += tile * (2 * R)
-    if B_WIDTH > 0:
-        E_bar_ptr += tile * DK
-        T_ptr += tile * (2 * R)
 
     A_11 = tl.zeros((R, R), ACC)
     A_21 = tl.zeros((R, R), ACC)
@@ -46,7 +40,7 @@ def scores_kernel(
     for first_col in range(0, DK, BK):
         cols = first_col + tl.arange(0, BK)
         inside = (cols < DK)[None, :]
-        offset = rows[:, None] * DK + cols[None, :]
+        offset = (tile + rows[:, None]) * DK + cols[None, :]
         below: tl.constexpr = R * DK
         g_2, since_2, after_2 = decay_sums(
             g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC
@@ -99,7 +93,7 @@ def scores_kernel(
 
     causal = rows[:, None] >= rows[None, :]
     earlier = rows[:, None] > rows[None, :]
-    square = rows[:, None] * (2 * R) + rows[None, :]
+    square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
     store_blocks(
         A_qk_ptr + square, tl.where(causal, A_11, 0.0), A_21, tl.where(causal, A_22, 0.0), R
     )

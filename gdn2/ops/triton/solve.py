@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gdn2.ops.triton.tiles import load_rows, product, sandwich, unit_lower_inverse
+from gdn2.ops.triton.tiles import load_rows, product, sandwich, store_blocks, unit_lower_inverse
 
 
 @triton.jit
@@ -25,26 +25,19 @@ def solve_kernel(
     tile = (i_chunk * H + i_head) * (2 * R)
     dtype: tl.constexpr = U_ptr.dtype.element_ty
     G: tl.constexpr = HV // H
-    U_ptr += tile * (G * DV)
 
     if ERASE:
-        T_ptr += tile * (2 * R)
-        A_ptr += tile * (2 * R)
-        E_bar_ptr += tile * DK
-        Y_ptr += tile * DK
-        square = rows[:, None] * (2 * R) + rows[None, :]
+        square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
         A_11 = unit_lower_inverse(tl.load(T_ptr + square), rows, ACC, SOLVE)
         A_22 = unit_lower_inverse(tl.load(T_ptr + square + R * 2 * R + R), rows, ACC, SOLVE)
         A_21 = -sandwich(A_22, tl.load(T_ptr + square + R * 2 * R), A_11, ACC, SOLVE)
-        A_11, A_21, A_22 = A_11.to(dtype), A_21.to(dtype), A_22.to(dtype)
-        tl.store(A_ptr + square, A_11)
+        store_blocks(A_ptr + square, A_11, A_21, A_22, R)
         tl.store(A_ptr + square + R, tl.zeros((R, R), dtype))
-        tl.store(A_ptr + square + R * 2 * R, A_21)
-        tl.store(A_ptr + square + R * 2 * R + R, A_22)
+        A_11, A_21, A_22 = A_11.to(dtype), A_21.to(dtype), A_22.to(dtype)
         for first_col in range(0, DK, BK):
             cols = first_col + tl.arange(0, BK)
             inside = (cols < DK)[None, :]
-            offset = rows[:, None] * DK + cols[None, :]
+            offset = (tile + rows[:, None]) * DK + cols[None, :]
             E_1 = tl.load(E_bar_ptr + offset, mask=inside, other=0.0)
             E_2 = tl.load(E_bar_ptr + offset + R * DK, mask=inside, other=0.0)
             Y_2 = product(A_21, E_1, dtype, PRECISION, ACC) + product(
@@ -60,7 +53,7 @@ def solve_kernel(
         i_v = i_head * G + i_group
         cols = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
         inside = (cols < DV)[None, :]
-        offset = rows[:, None] * (G * DV) + i_group * DV + cols[None, :]
+        offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + cols[None, :]
         Z_1 = load_rows(v_ptr, start, rows, length, i_v, HV, DV, cols)
         Z_2 = load_rows(v_ptr, start, R + rows, length, i_v, HV, DV, cols)
         if W_WIDTH > 0:

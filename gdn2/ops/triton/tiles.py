@@ -20,9 +20,7 @@ def load_rows(ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.c
 
     A gate of width one fills all columns with its only entry.
     """
-    # 64 bits for the one base, 32 for the many offsets: registers are what the kernels are short of
-    ptr += (start * HEADS + i_head) * WIDTH
-    offset = rows * (HEADS * WIDTH)
+    offset = ((start + rows).to(tl.int64) * HEADS + i_head) * WIDTH
     inside = (rows < length)[:, None]
     if WIDTH == 1:
         column = tl.load(ptr + offset[:, None], mask=inside, other=0.0)
@@ -35,8 +33,7 @@ def load_rows(ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def store_rows(ptr, X, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols):
     """Store a tile into packed tokens, leaving out what lies past the chunk's end."""
-    ptr += (start * HEADS + i_head) * WIDTH
-    offset = rows * (HEADS * WIDTH)
+    offset = ((start + rows).to(tl.int64) * HEADS + i_head) * WIDTH
     inside = (rows < length)[:, None] & (cols < WIDTH)[None, :]
     tl.store(ptr + offset[:, None] + cols[None, :], X.to(ptr.dtype.element_ty), mask=inside)
 
@@ -99,7 +96,8 @@ def unit_lower_inverse(T, rows, ACC: tl.constexpr, PRECISION: tl.constexpr):
     A = (rows[:, None] == rows[None, :]).to(ACC) - tl.where(quarter(rows, 1), T, 0.0)
     for level in tl.static_range(1, 10):
         if (1 << level) < R:
-            A -= sandwich(A, tl.where(quarter(rows, 1 << level), T, 0.0), A, ACC, PRECISION)
+            T_h = tl.where(quarter(rows, 1 << level), T, 0.0)
+            A -= sandwich(A, T_h, A, ACC, PRECISION)
     return A
 
 
