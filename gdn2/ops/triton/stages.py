@@ -148,7 +148,7 @@ def scan(
     final = torch.empty_like(state) if outputs else None
     starts = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1]) if save else None
     R = torch.empty_like(f.U) if save else None
-    how = launch("scan")
+    how = launch("scan", DK * x.k.element_size())
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     scan_kernel[(N * HV, triton.cdiv(DV, BV))](
@@ -170,7 +170,7 @@ def scan_reverse(
     dR = torch.empty_like(f.U)
     ends = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1])
     d_state = torch.empty_like(d_final)
-    how = launch("scan_reverse")
+    how = launch("scan_reverse", DK * x.k.element_size())
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     scan_reverse_kernel[(N * HV, triton.cdiv(DV, BV))](
