@@ -7,10 +7,14 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from gdn2.cli import app
 
 ROOT = Path(__file__).parents[1]
 EQUATIONS = ROOT / "docs" / "equations.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 SOURCES = sorted((ROOT / "gdn2").rglob("*.py"))
 LAST_EQUATION = 91
 CITATION = re.compile(r"\bEqs?\.\s+(\d+(?:\s*[–-]\s*\d+)?(?:(?:,| and)\s+\d+(?:\s*[–-]\s*\d+)?)*)")
@@ -71,23 +75,63 @@ def test_listed_functions_and_tests_exist(row: list[str]) -> None:
         assert test in functions_of(ROOT / "tests" / file), node
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_named_commands_and_files_exist(path: Path) -> None:
-    text = path.read_text()
-    code = "\n".join(
-        re.findall(r"```.*?```|`[^`\n]+`|^(?: {4}|\t).*$", text, re.DOTALL | re.MULTILINE)
+def code_of(path: Path) -> list[str]:
+    """Lines of code in a document: fenced, indented or inline."""
+    found = re.findall(
+        r"```.*?```|`[^`\n]+`|^(?: {4}|\t).*$", path.read_text(), re.DOTALL | re.MULTILINE
     )
+    return [line.strip("`").strip() for line in "\n".join(found).splitlines()]
+
+
+def check_verbs(words: list[str]) -> None:
+    """Walk down the verbs of the command line, and look its options up."""
+    command = get_command(app)
+    while (group := getattr(command, "commands", None)) and words:
+        verb = words.pop(0)
+        assert verb in group, verb
+        command = group[verb]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known, words
+
+
+@pytest.mark.parametrize("line", ["bench operatr", "dance", "bench operator --thread 2"])
+def test_wrong_commands_are_seen(line: str) -> None:
+    with pytest.raises(AssertionError):
+        check_verbs(line.split())
+
+
+@documents
+def test_named_commands_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in re.findall(r"\bmake((?: [a-z][\w-]*)+)", code):
-        assert set(command.split()) <= targets, f"make{command}"
-    for file in re.findall(r"\b((?:gdn2|tests|docs|configs)/[\w./-]+\.\w+)", code):
+    for line in code_of(path):
+        program, *words = line.split("#")[0].split("|")[0].split() or [""]
+        if program == "make":
+            assert set(words) <= targets, line
+        elif program == "gdn2" and words:
+            check_verbs(words)
+        elif program == "pytest" and "-k" in words:
+            (file,) = (word for word in words if word.endswith(".py"))
+            wanted = words[words.index("-k") + 1]
+            assert any(wanted in name for name in functions_of(ROOT / file)), line
+
+
+@documents
+def test_named_files_exist(path: Path) -> None:
+    for file in re.findall(
+        r"(?<![\w/.])((?:gdn2|tests|docs|configs)/[\w./-]+\.\w+)", "\n".join(code_of(path))
+    ):
         assert (ROOT / file).exists(), file
+    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+@documents
+def test_examples_run(path: Path) -> None:
+    for example in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(compile(example, path.name, "exec"), {})
 
 
 def test_readme_says_how_to_begin() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README.md")
-    text = readme.read_text()
+    text = (ROOT / "README.md").read_text()
     for command in ("make demo", "make test"):
         assert command in text

@@ -62,11 +62,17 @@ def exp_decay(log_decay: Tensor) -> Tensor:
     return torch.threshold(log_decay, math.log(torch.finfo(log_decay.dtype).tiny), -math.inf).exp_()
 
 
+def flush(*factors: Tensor) -> None:
+    """Make zero of what is subnormal, in place."""
+    for x in factors:
+        torch.threshold_(x, torch.finfo(x.dtype).tiny, 0)
+
+
 class Base(NamedTuple):
     """Decays inside blocks of `BASE` tokens, both measured from the block's start."""
 
     since: Tensor  # […, C, d] of rows
-    inverse: Tensor  # […, C, d] of columns: 1 / since, zero where too deep
+    inverse: Tensor  # […, C, d] of columns: 1 / since, bounded where no row needs it
     shallow: Tensor | None  # […, C, 1] rows that may use them; None if all may
 
 
@@ -95,12 +101,15 @@ class DecayTree:
         small = [*halves(BASE)]
         for h in small:
             self.grow(h)
-        deep = bool(self.log_block.min() < math.log(DEEPEST))
+        # with room to spare: near the bound a sum of logarithms and a product of decays may disagree; NaN is deep
+        shallow = not self.g.numel() or bool(self.log_block.min() >= math.log(DEEPEST) + 0.01)
+        deep = not shallow
         if deep:
             self.plant()
             for h in small:
                 yield h, second(self.since, h), first(self.after, h)
                 self.grow(h)
+            flush(self.since, self.after)
         self.base = self.measure_base(deep)
         for h in [*halves(self.since.shape[-2])][len(small) :]:
             yield h, second(self.since, h), first(self.after, h)
@@ -113,9 +122,7 @@ class DecayTree:
         rows.mul_(before.unsqueeze(-2))
         columns.mul_(behind.unsqueeze(-2))
         if h >= BASE:  # many tokens' decay may be subnormal
-            tiny = torch.finfo(rows.dtype).tiny
-            torch.threshold_(rows, tiny, 0)
-            torch.threshold_(columns, tiny, 0)
+            flush(rows, columns)
         first_half, second_half = torch.unflatten(self.log_block, -2, (-1, 2)).unbind(-2)
         self.log_block = first_half + second_half
         self.block = exp_decay(self.log_block)
@@ -125,7 +132,8 @@ class DecayTree:
         since = self.since.clone()
         if not deep:
             return Base(since, since.reciprocal(), None)
-        inverse = since.reciprocal().masked_fill_(since < DEEPEST, 0)
+        # `since` falls along the rows only up to rounding, so columns get some room below the rows' bound
+        inverse = since.clamp(min=DEEPEST / 2).reciprocal_()
         return Base(since, inverse, since.amin(-1, keepdim=True) >= DEEPEST)
 
 

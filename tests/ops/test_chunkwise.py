@@ -84,6 +84,18 @@ def test_halves_are_rounded_once(dtype: torch.dtype, decay: float | str) -> None
         assert_close(name, value, expected[name], rounding + 2e-6)
 
 
+def fp32_and_exact(x: dict[str, Tensor], chunk_size: int) -> list[dict[str, Tensor]]:
+    """Results and gradients of given operands: in fp32, and by the loop in fp64."""
+    results = []
+    for backend, dtype in (("torch", torch.float32), ("reference", torch.float64)):
+        leaves = {n: y.to(dtype).requires_grad_() for n, y in x.items()}
+        o, state = rule(leaves, backend=backend, chunk_size=chunk_size)
+        weight = torch.linspace(-1, 1, o.numel(), dtype=dtype).sin().view_as(o)
+        grads = torch.autograd.grad([o, state], list(leaves.values()), [weight, state.detach()])
+        results.append(Result(o, state, dict(zip(leaves, grads, strict=True))).named())
+    return results
+
+
 def test_dg_holds_for_deep_and_shallow_rows_at_once() -> None:
     """Block by block: a shallow one's large gradient must not hide the error of a deep one."""
     blocks: list[float | str] = ["mild", -20.0, 0.0, -2.6, "spiky", THRESHOLD, "uneven", -4.0]
@@ -91,14 +103,19 @@ def test_dg_holds_for_deep_and_shallow_rows_at_once() -> None:
     x = operands(replace(case, erase_range=2.0, dtype=torch.float32))
     parts = [operands(replace(case, T=16, decay=kind, seed=i)) for i, kind in enumerate(blocks)]
     x["g"] = torch.cat([part["g"] for part in parts], 1).float()
-    grads = []
-    for backend, dtype in (("torch", torch.float32), ("reference", torch.float64)):
-        leaves = {n: y.to(dtype).requires_grad_() for n, y in x.items()}
-        o, state = rule(leaves, backend=backend, chunk_size=64)
-        weight = torch.linspace(-1, 1, o.numel(), dtype=dtype).sin().view_as(o)
-        grads.append(torch.autograd.grad([o, state], leaves["g"], [weight, state.detach()])[0])
-    for kind, actual, wanted in zip(blocks, *(d.split(16, 1) for d in grads), strict=True):
+    dg = (y["dg"].split(16, 1) for y in fp32_and_exact(x, 64))
+    for kind, actual, wanted in zip(blocks, *dg, strict=True):
         assert_close(f"dg at {kind}", actual, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("spike", [-5.0, -10.0, -20.0, -40.0, -50.0])
+def test_dg_of_a_spike_is_as_good_as_its_neighbours(spike: float) -> None:
+    """Inside a block gradients are subtracted: the error is small beside the channel's largest in the block."""
+    x = operands(Case(T=64, d_k=32, d_v=32, B=1, decay=0.0, dtype=torch.float32))
+    x["g"][:, 8::16] = spike
+    actual, expected = (y["dg"].unflatten(1, (-1, 16)) for y in fp32_and_exact(x, 64))
+    error = (actual.double() - expected).abs().amax(2)
+    assert bool((error <= 1e-5 * expected.abs().amax(2)).all())
 
 
 @pytest.mark.parametrize("still", [1, 3, 4, 8])
@@ -109,17 +126,11 @@ def test_no_pair_is_lost_at_the_threshold(still: int) -> None:
     case = Case(T=32, d_k=1, d_v=1, B=1, heads=(heads,) * 4, dtype=torch.float32)
     x = operands(case)
     x["g"] = at_the_threshold(heads, still, rand)
-    results = []
-    for backend, dtype in (("torch", torch.float32), ("reference", torch.float64)):
-        leaves = {n: y.to(dtype).requires_grad_() for n, y in x.items()}
-        o, state = rule(leaves, backend=backend, chunk_size=32)
-        weight = torch.linspace(-1, 1, o.numel(), dtype=dtype).sin().view_as(o)
-        grads = torch.autograd.grad([o, state], list(leaves.values()), [weight, state.detach()])
-        results.append({"o": o, "state": state, **dict(zip(leaves, grads, strict=True))})
-    for name, wanted in results[1].items():
-        tolerance = 5e-6 if name in ("o", "state") else 2e-5
-        for actual, one in zip(results[0][name].unbind(-2), wanted.unbind(-2), strict=True):
-            assert_close(name, actual, one, tolerance)
+    actual, expected = fp32_and_exact(x, 32)
+    for name, wanted in expected.items():
+        tolerance = 5e-6 if name in ("o", "final_state") else 2e-5
+        for head, one in zip(actual[name].unbind(-2), wanted.unbind(-2), strict=True):
+            assert_close(name, head, one, tolerance)
 
 
 @pytest.mark.parametrize("decay", [0.0, "mild", "spiky"])

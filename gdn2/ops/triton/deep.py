@@ -68,12 +68,14 @@ def deep_scores_kernel(
             T += tl.load(T_ptr + square)
         for first_col in range(0, DK, BK):
             cols = first_col + tl.arange(0, BK)
-            g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols).to(ACC)
+            g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
             K = load_rows(k_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC)
             Q = load_rows(q_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC) * scale
             E = K
             if B_WIDTH > 0:
-                E *= load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                E *= load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols, True).to(
+                    ACC
+                )
             A, T = deep_half_scores(A, T, Q, E, K, g, rows, B_WIDTH > 0, DOT, PRECISION, ACC)
         tl.store(A_qk_ptr + square, A.to(A_qk_ptr.dtype.element_ty))
         if B_WIDTH > 0:
@@ -135,7 +137,7 @@ def deep_gradient_kernel(
             square = (i_chunk * H + i_head) * (4 * R * R) + first * (2 * R) + first
             flipped = square + rows[None, :] * (2 * R) + rows[:, None]
             square = square + rows[:, None] * (2 * R) + rows[None, :]
-            g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols).to(ACC)
+            g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
             K = load_rows(k_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC)
             Q = load_rows(q_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC) * scale
             dQ = tl.zeros((R, BK), ACC)
@@ -145,7 +147,9 @@ def deep_gradient_kernel(
                 dQ, dK, dg, Q, K, g, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
             )
             if B_WIDTH > 0:
-                B = load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                B = load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols, True).to(
+                    ACC
+                )
                 dE = tl.zeros((R, BK), ACC)
                 dE, dK, dg = deep_half_gradient(
                     dE, dK, dg, B * K, K, g, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC

@@ -65,7 +65,7 @@ def gradient_values_kernel(
                     dw += tl.sum(dV * V, 1)
                 else:
                     store_rows(dw_ptr, dV * V, start, rows, length, i_v, HV, DV, cols)
-                dV *= load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols).to(ACC)
+                dV *= load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols, True).to(ACC)
             store_rows(dv_ptr, dV, start, rows, length, i_v, HV, DV, cols)
         if W_WIDTH == 1:
             store_rows(dw_ptr, dw[:, None], start, rows, length, i_v, HV, 1, tl.arange(0, 1))
@@ -193,8 +193,8 @@ def gradient_keys_kernel(
     dQ_2 += d_row
     to_seam_2 = d_row * Q_2
     if B_WIDTH > 0:
-        B_1 = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
-        B_2 = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+        B_1 = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
+        B_2 = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
         E_1, E_2 = B_1 * K_1, B_2 * K_2
         dE_1 *= tl.exp(since_1)
         dE_2 *= tl.exp(since_2 + total_1[None, :])

@@ -12,8 +12,8 @@ class Launch(NamedTuple):
     num_stages: int = 1
 
 
-# Best of seven on one H200 (torch 2.11, triton 3.6) at 4 × 4096 tokens, 16 heads, width 128, bf16; µs per call. Blocks of 32
-# key channels are not used in `gradient_keys`: with four warps they read illegal addresses there.
+# Best of seven on one H200 (torch 2.11, triton 3.6) at 4 × 4096 tokens, 16 heads, width 128, bf16; µs per call.
+# `gradient_keys` takes no blocks of 32 key channels: with four warps they read illegal addresses there.
 DEFAULT = {
     "scores": Launch(32, 0, 2),  # 428
     "solve": Launch(128, 128, 4),  # 270

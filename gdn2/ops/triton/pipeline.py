@@ -66,7 +66,10 @@ def chunk_table(x: Operands, batch: Batch) -> Table:
     """The table of a batch; those of dense batches are made once."""
     batch = enlarged(batch)
     if batch.cu_seqlens is None:
-        return dense_table(batch.rows, batch.length, batch.chunk_size, x.k.device)
+        # a table first made while a graph is captured would be filled only when the graph runs
+        capturing = x.k.is_cuda and torch.cuda.is_current_stream_capturing()
+        make = dense_table.__wrapped__ if capturing else dense_table
+        return make(batch.rows, batch.length, batch.chunk_size, x.k.device)
     return stages.chunk_table(batch.cu_seqlens, batch.chunks, batch.chunk_size)
 
 

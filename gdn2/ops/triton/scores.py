@@ -77,12 +77,12 @@ def scores_kernel(
         if B_WIDTH > 0:
             E_1 = (
                 K_1
-                * load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                * load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
                 * tl.exp(since_1)
             )
             E_2 = (
                 K_2
-                * load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols).to(ACC)
+                * load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
                 * tl.exp(since_2)
             )
             tl.store(E_bar_ptr + offset, E_1.to(dtype), mask=inside)

@@ -57,11 +57,11 @@ def solve_kernel(
         Z_1 = load_rows(v_ptr, start, rows, length, i_v, HV, DV, cols)
         Z_2 = load_rows(v_ptr, start, R + rows, length, i_v, HV, DV, cols)
         if W_WIDTH > 0:
-            Z_1 = Z_1.to(ACC) * load_rows(w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols).to(
-                ACC
-            )
+            Z_1 = Z_1.to(ACC) * load_rows(
+                w_ptr, start, rows, length, i_v, HV, W_WIDTH, cols, True
+            ).to(ACC)
             Z_2 = Z_2.to(ACC) * load_rows(
-                w_ptr, start, R + rows, length, i_v, HV, W_WIDTH, cols
+                w_ptr, start, R + rows, length, i_v, HV, W_WIDTH, cols, True
             ).to(ACC)
         if ERASE:
             U_1 = product(A_11, Z_1, dtype, PRECISION, ACC)

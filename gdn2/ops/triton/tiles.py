@@ -15,14 +15,24 @@ DEEP = tl.constexpr(80.0)  # exp(80) times a key of up to 6000 is finite in fp32
 
 
 @triton.jit
-def load_rows(ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols):
+def load_rows(
+    ptr,
+    start,
+    rows,
+    length,
+    i_head,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    cols,
+    GATE: tl.constexpr = False,
+):
     """Tile [rows, cols] of packed tokens [L, HEADS, WIDTH]; zero past the chunk's end and beyond the width.
 
     A gate of width one fills all columns with its only entry.
     """
     offset = ((start + rows).to(tl.int64) * HEADS + i_head) * WIDTH
     inside = (rows < length)[:, None]
-    if WIDTH == 1:
+    if GATE and WIDTH == 1:
         column = tl.load(ptr + offset[:, None], mask=inside, other=0.0)
         return tl.broadcast_to(column, (rows.shape[0], cols.shape[0]))
     return tl.load(
@@ -62,10 +72,18 @@ def decay_sums(
     The second is a reverse sum of the rows below, not a difference, so nothing cancels.
     """
     R: tl.constexpr = rows.shape[0]
-    g = load_rows(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols).to(ACC)
+    g = load_rows(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
     # the row below, or nothing for the half's last row
     below = load_rows(
-        g_ptr, start, first + rows + 1, tl.minimum(length, first + R), i_head, HEADS, WIDTH, cols
+        g_ptr,
+        start,
+        first + rows + 1,
+        tl.minimum(length, first + R),
+        i_head,
+        HEADS,
+        WIDTH,
+        cols,
+        True,
     ).to(ACC)
     return g, tl.cumsum(g, 0), tl.cumsum(below, 0, reverse=True)
 

@@ -27,6 +27,8 @@ def single(**changes: object) -> Case:
 CASES = [
     single(),
     single(T=0, loss="final_state"),
+    single(lengths=(0, 0), loss="final_state"),
+    single(T=3, B=0),
     single(T=1, d_k=20, d_v=48, chunk_size=128),
     single(T=1, B=2, heads=(1, 2, 2, 1), widths=("one", "full", "none")),
     single(T=31, d_k=48, d_v=20, decay=-1.0, erase_range=2.0),
