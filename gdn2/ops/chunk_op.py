@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gdn2.ops import pipeline
 from gdn2.ops.arguments import exact_products, new_state
-from gdn2.ops.chunkwise import Operands, key_side_heads
 from gdn2.ops.flops import register_when_counting, rule_backward_flops, rule_flops
+from gdn2.ops.operands import Operands, key_side_heads
 from gdn2.ops.pipeline import Batch, Gradients
 
 Shape = Sequence[int]

@@ -2,10 +2,10 @@
 
 A chunk meets the rest of its sequence only through the state at its start and the gradient of the state at its end:
 
-    intra       scores, triangular inverse and WY factors of each chunk          parallel over chunks
-    scan        states and outputs, forward through the chunks                   sequential
-    scan_reverse  gradients of residuals and states, backward through them       sequential
-    gradient    gradients of all operands of each chunk                          parallel over chunks
+    intra         decays, scores and triangular inverse of each chunk       parallel over chunks
+    scan          states and outputs, forward through the chunks            sequential
+    scan_reverse  gradients of values and states, backward through them     sequential
+    gradient      gradients of readers, keys and decays of each chunk       parallel over chunks
 
 Every token has up to two *readers* of the state: its query, whose read is the output, and its erase row b ⊙ k, whose
 read is subtracted from the value to be written. They are stacked, so one product serves both, and a rule that erases
@@ -15,8 +15,7 @@ value, since nothing in a chunk mixes value channels.
 Shapes: M chunks, H key-side heads, C tokens, n readers; d_v counts the columns of all value heads of a key head.
 """
 
-from collections.abc import Iterator, Sequence
-from math import lcm
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,36 +34,7 @@ from gdn2.ops.halving import (
     shrink_gradient,
     unit_lower_inverse,
 )
-
-
-class Operands(NamedTuple):
-    """Packed tokens [L, heads, d]; gates may have width one, and b or w may be absent."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    b: Tensor | None
-    w: Tensor | None
-    scale: float
-
-    @property
-    def heads(self) -> int:
-        """Key-side heads; all value heads of one share its scores."""
-        return key_side_heads(self.k.shape, self.g.shape, None if self.b is None else self.b.shape)
-
-
-def key_side_heads(k: Sequence[int], g: Sequence[int], b: Sequence[int] | None) -> int:
-    """The fewest heads that keys, decay and erase gate can all be repeated to, from their shapes."""
-    return lcm(k[-2], g[-2], 1 if b is None else b[-2])
-
-
-class Tiles(NamedTuple):
-    """The key-side operands of each chunk, erase gate applied."""
-
-    X: Tensor  # [M, H, C, n, d_k] readers: scale · q, and b ⊙ k
-    K: Tensor  # [M, H, C, d_k]
-    g: Tensor  # [M, H, C, d_k or 1]
+from gdn2.ops.operands import Operands, Tiles, load_tiles
 
 
 class Factors(NamedTuple):
@@ -141,49 +111,6 @@ def base_mask(base: Base, met: Tensor) -> Tensor:
 def rows_of(X: Tensor, decay: Tensor, h: int) -> Tensor:
     """Readers of the second halves, decayed since the seam: […, C/2h, h·n, d_k]."""
     return (second(X, h, -3) * decay.unsqueeze(-2)).flatten(-3, -2)
-
-
-def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
-    """Load the key-side operands onto the key-side heads and apply the erase gate."""
-
-    def load(t: Tensor) -> Tensor:
-        return spread(chunks.load(t, dtype), x.heads, 1)
-
-    K = load(x.k)
-    X = K.new_empty(*K.shape[:-1], 1 if x.b is None else 2, K.shape[-1])
-    q, e = chunks.shaped(X[..., 0, :]), chunks.shaped(X[..., -1, :])
-    torch.mul(spread(chunks.peek(x.q), x.heads, -3).to(dtype), x.scale, out=q)
-    if x.b is not None:
-        torch.mul(spread(chunks.peek(x.b), x.heads, -3).to(dtype), chunks.shaped(K), out=e)
-    return Tiles(X, K, load(x.g))
-
-
-def load_values(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
-    """Z = w ⊙ v [M, H, C, d_v] (Eq. 20)."""
-    Z = chunks.load(x.v, dtype)
-    if x.w is not None:
-        chunks.shaped(Z).mul_(chunks.peek(x.w))
-    return fold(Z, x.heads)
-
-
-def spread(tile: Tensor, heads: int, axis: int) -> Tensor:
-    """Repeat the heads of an operand that has fewer."""
-    count = tile.shape[axis]
-    return tile if count == heads else tile.repeat_interleave(heads // count, axis)
-
-
-def fold(V: Tensor, heads: int) -> Tensor:
-    """Lay the value heads of each key head side by side: [M, H·G, C, d] → [M, H, C, G·d]."""
-    if V.shape[1] == heads:
-        return V
-    return V.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
-
-
-def unfold(V: Tensor, heads: int) -> Tensor:
-    """Undo `fold`: [M, H, C, G·d] → [M, H·G, C, d]."""
-    if V.shape[1] == heads:
-        return V
-    return V.unflatten(3, (heads // V.shape[1], -1)).transpose(2, 3).flatten(1, 2)
 
 
 def scan(

@@ -14,7 +14,8 @@ from torch import Tensor
 from gdn2.ops import chunkwise
 from gdn2.ops.arguments import check_decay, state_dtype
 from gdn2.ops.chunks import ChunkTable, chunk_table
-from gdn2.ops.chunkwise import Operands, fold, spread, sum_to_width, unfold
+from gdn2.ops.chunkwise import sum_to_width
+from gdn2.ops.operands import Operands, fold, load_values, spread, unfold
 from gdn2.ops.packing import sequence_lengths
 
 
@@ -108,7 +109,7 @@ def forward(
     for i, j in segments(table, x.heads * table.size * x.k.shape[2], x.k.device):
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
         f, m = chunkwise.intra(x, chunks, state.dtype)
-        Z = chunkwise.load_values(x, chunks, state.dtype)
+        Z = load_values(x, chunks, state.dtype)
         starts, R, *matrices = [t[rows] for t in saved] or [
             S.new_empty(Z.shape[0], *S.shape[1:]),
             torch.empty_like(Z),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gdn2.ops.chunks import chunk_table
-from gdn2.ops.chunkwise import Operands, intra, load_values, scan
+from gdn2.ops.chunkwise import intra, scan
+from gdn2.ops.operands import Operands, load_values
 from tests.closeness import assert_close, relative_error
 from tests.ops.cases import (
     AXES,

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gdn2.ops.chunkwise import Operands
+from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.stages import Factors, Table

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn2.ops.arguments import state_dtype
-from gdn2.ops.chunkwise import Operands
+from gdn2.ops.operands import Operands
 from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
 from gdn2.ops.triton.gradient import gradient_keys_kernel, gradient_values_kernel
 from gdn2.ops.triton.launch import launch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gdn2.ops.arguments import new_state
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.chunkwise import Operands
+from gdn2.ops.operands import Operands
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.pipeline import dense_table
 from gdn2.ops.triton.stages import Factors, Table, chunk_table
