@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from gdn2.ops import pipeline
 from gdn2.ops.arguments import exact_products, new_state
-from gdn2.ops.flops import register_when_counting, rule_backward_flops, rule_flops
+from gdn2.ops.flops import rule_backward_flops, rule_flops
 from gdn2.ops.operands import Operands, key_side_heads
 from gdn2.ops.pipeline import Batch, Gradients
 
@@ -153,6 +154,7 @@ def pipeline_of(backend: str) -> Pipeline:
     return pipeline
 
 
+@register_flop_formula(torch.ops.gdn2.chunk_forward)
 def _forward_flops(
     q: Shape, k: Shape, v: Shape, g: Shape, b: Shape | None, *rest: Any, **_: Any
 ) -> int:
@@ -161,6 +163,7 @@ def _forward_flops(
     return int(q[0] * q[1] * heads * rule_flops(k[3], width, chunk_size, b is not None))
 
 
+@register_flop_formula(torch.ops.gdn2.chunk_backward)
 def _backward_flops(
     do: Shape,
     final: Shape,
@@ -178,14 +181,6 @@ def _backward_flops(
     recompute = len(saved) == 0
     per_token = rule_backward_flops(k[3], width, chunk_size, b is not None, recompute)
     return int(q[0] * q[1] * heads * per_token)
-
-
-register_when_counting(
-    {
-        torch.ops.gdn2.chunk_forward: _forward_flops,
-        torch.ops.gdn2.chunk_backward: _backward_flops,
-    }
-)
 
 
 def pack(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+from torch.utils.flop_counter import register_flop_formula
 
-from gdn2.ops.flops import register_when_counting
 from gdn2.ops.packing import FLOATS
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -151,10 +151,12 @@ def _backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
 _losses.register_autograd(_backward, setup_context=_save)
 
 
+@register_flop_formula(torch.ops.gdn2.linear_cross_entropy)
 def _losses_flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * prod(hidden) * weight[0]
 
 
+@register_flop_formula(torch.ops.gdn2.linear_cross_entropy_backward)
 def _gradients_flops(
     _d_losses: Sequence[int],
     hidden: Sequence[int],
@@ -166,14 +168,6 @@ def _gradients_flops(
     **_: Any,
 ) -> int:
     return 2 * prod(hidden) * weight[0] * (1 + sum(needed))
-
-
-register_when_counting(
-    {
-        torch.ops.gdn2.linear_cross_entropy: _losses_flops,
-        torch.ops.gdn2.linear_cross_entropy_backward: _gradients_flops,
-    }
-)
 
 
 def _sum_dtype(hidden: Tensor) -> torch.dtype:
