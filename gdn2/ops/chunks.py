@@ -73,6 +73,15 @@ class ChunkTable:
             token, rows = token[self.filled], rows[self.filled]
         target.index_copy_(0, token, rows)
 
+    def store_product(self, target: Tensor, tile: Tensor, factor: Tensor | float) -> None:
+        """Store chunks [M, H, C, d] times a factor in the shape of `shaped`, at once where the table is regular."""
+        if self.regular and target.dtype == tile.dtype:
+            torch.mul(self.shaped(tile), factor, out=self.peek(target))
+        else:
+            product = torch.empty_like(tile)
+            torch.mul(self.shaped(tile), factor, out=self.shaped(product))
+            self.store(target, product)
+
 
 def chunk_table(lengths: list[int], size: int, device: torch.device) -> ChunkTable:
     """Build the table of sequences packed one after the other."""

@@ -172,16 +172,14 @@ def steps(chunks: ChunkTable, state: Tensor, *tensors: Tensor) -> Iterator[tuple
 
 
 def gradient(
-    f: Factors, S: Tensor, R: Tensor, dO: Tensor, dZ: Tensor, dS_C: Tensor
+    f: Factors, S: Tensor, R: Tensor, d_reads: Tensor, dZ: Tensor, dS_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a chunk's readers, keys and log-decays, by the short backward.
+    """Gradients of a chunk's readers, keys and log-decays, by the short backward; `d_reads` […, n, d_v] begins with dO.
 
     With dZ = Aᵀ dR the paper's dA products (Eqs. 64–66) collapse to dT = −tril(dZ Rᵀ, −1): the erase row behaves like a
     query whose output gradient is −dZ. One stacked gradient of all reads gives dA_qk and dT, dQ_γ and dĒ.
     """
     X, K = f.tiles.X, f.tiles.K
-    d_reads = dO.new_empty(*X.shape[:-1], dO.shape[-1])  # [M, H, C, n, d_v]
-    d_reads[..., 0, :].copy_(dO)
     if X.shape[-2] > 1:
         torch.neg(dZ, out=d_reads[..., 1, :])
     flat = d_reads.flatten(-3, -2)

@@ -60,10 +60,24 @@ def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
 
 def load_values(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
     """Z = w ⊙ v [M, H, C, d_v] (Eq. 20)."""
-    Z = chunks.load(x.v, dtype)
-    if x.w is not None:
-        chunks.shaped(Z).mul_(chunks.peek(x.w))
+    if x.w is None:
+        return fold(chunks.load(x.v, dtype), x.heads)
+    V = chunks.peek(x.v).to(dtype)
+    Z = V.new_empty(len(chunks.token) // chunks.size, *V.shape[-3:])
+    torch.mul(V, chunks.peek(x.w).to(dtype), out=chunks.shaped(Z))
     return fold(Z, x.heads)
+
+
+def load_reads(x: Operands, do: Tensor, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
+    """Gradients of all reads [M, H, C, n, d_v], the query's filled in: that of the output."""
+    width = x.v.shape[1] * x.v.shape[2] // x.heads
+    shape = (len(chunks.token) // chunks.size, x.heads, chunks.size, 1 if x.b is None else 2, width)
+    d_reads = do.new_empty(shape, dtype=dtype)
+    if x.v.shape[1] == x.heads:
+        chunks.shaped(d_reads[..., 0, :]).copy_(chunks.peek(do))
+    else:
+        d_reads[..., 0, :].copy_(fold(chunks.load(do, dtype), x.heads))
+    return d_reads
 
 
 def spread(tile: Tensor, heads: int, axis: int) -> Tensor:

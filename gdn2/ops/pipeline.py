@@ -15,7 +15,7 @@ from gdn2.ops import chunkwise
 from gdn2.ops.arguments import check_decay, state_dtype
 from gdn2.ops.chunks import ChunkTable, chunk_table
 from gdn2.ops.chunkwise import sum_to_width
-from gdn2.ops.operands import Operands, fold, load_values, spread, unfold
+from gdn2.ops.operands import Operands, fold, load_reads, load_values, spread, unfold
 from gdn2.ops.packing import sequence_lengths
 
 
@@ -134,9 +134,10 @@ def backward(
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
         S, R, A_qk, *A = (t[rows] for t in saved)
         f = chunkwise.intra_again(x, chunks, state.dtype)
-        dO = fold(chunks.load(do, state.dtype), x.heads)
+        d_reads = load_reads(x, do, chunks, state.dtype)
+        dO = d_reads[..., 0, :]
         dZ, ends = chunkwise.scan_reverse(f, A_qk, A[0] if A else None, chunks, dO, dS)
-        dX, dK, dg = chunkwise.gradient(f, S, R, dO, dZ, ends)
+        dX, dK, dg = chunkwise.gradient(f, S, R, d_reads, dZ, ends)
         store_gradients(grads, x, chunks, f.tiles.K, (dX, dK, dZ, dg))
     grads.state.copy_(restore(unfold(dS, x.v.shape[1]), table.order))
     return grads
@@ -152,27 +153,28 @@ def store_gradients(
     """Undo the gates (Eqs. 73–75) and sum each gradient over what its operand was broadcast over."""
     dX, dK, dZ, dg = d_tiles
 
-    def store(target: Tensor, tile: Tensor) -> None:
-        heads = target.shape[1]
-        if tile.shape[1] > heads:
-            tile = tile.unflatten(1, (heads, -1)).sum(2)
-        chunks.store(target, sum_to_width(tile, target))
+    def store(target: Tensor, tile: Tensor, factor: Tensor | float) -> None:
+        if target.shape[1:] == (tile.shape[1], tile.shape[3]):
+            chunks.store_product(target, tile, factor)
+            return
+        product = torch.empty_like(tile)
+        torch.mul(chunks.shaped(tile), factor, out=chunks.shaped(product))
+        if tile.shape[1] > target.shape[1]:
+            product = product.unflatten(1, (target.shape[1], -1)).sum(2)
+        chunks.store(target, sum_to_width(product, target))
 
     if x.b is not None:
         dE = dX[..., 1, :]
         B = spread(chunks.peek(x.b), x.heads, -3).to(K.dtype)
         chunks.shaped(dK).addcmul_(chunks.shaped(dE), B)
-        store(grads.b, dE * K)
+        store(grads.b, dE, chunks.shaped(K))
     dV = unfold(dZ, x.v.shape[1])
     if x.w is not None:
-        dW = torch.empty_like(dV)
-        torch.mul(chunks.shaped(dV), chunks.peek(x.v), out=chunks.shaped(dW))
-        store(grads.w, dW)
-        chunks.shaped(dV).mul_(chunks.peek(x.w))
-    store(grads.q, dX[..., 0, :].mul_(x.scale))
-    store(grads.k, dK)
-    store(grads.v, dV)
-    store(grads.g, dg)
+        store(grads.w, dV, chunks.peek(x.v))
+    store(grads.v, dV, 1.0 if x.w is None else chunks.peek(x.w))
+    store(grads.q, dX[..., 0, :], x.scale)
+    store(grads.k, dK, 1.0)
+    store(grads.g, dg, 1.0)
 
 
 def restore(state: Tensor, order: Tensor) -> Tensor:
