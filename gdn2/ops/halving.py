@@ -153,14 +153,13 @@ def unit_lower_inverse(T: Tensor) -> Tensor:
 
     A block's inverse is [[A₁, 0], [−A₂ T₂₁ A₁, A₂]]. Neumann doubling is cheaper and diverges for correlated keys.
     """
-    size = T.shape[-1]
-    A = torch.ones_like(T).diagonal(dim1=-2, dim2=-1)[..., None, None]  # […, C, 1, 1]
-    for h in halves(size):
-        corner = quarter(T.unsqueeze(-2), h).squeeze(-2)
-        A1, A2 = A.unflatten(-3, (-1, 2)).unbind(-3)
-        merged = A.new_zeros(*A1.shape[:-2], 2 * h, 2 * h)
-        merged[..., :h, :h] = A1
-        merged[..., h:, h:] = A2
-        merged[..., h:, :h] = (A2 @ corner @ A1).neg_()
-        A = merged
-    return A.squeeze(-3)
+    A = T.new_ones(T.shape[:-1].numel(), 1, 1)  # of all blocks of h rows
+    for h in halves(T.shape[-1]):
+        pairs = len(A) // 2
+        corner = quarter(T.unsqueeze(-2), h).reshape(pairs, h, h)
+        A1, A2 = A.view(pairs, 2, h, h).unbind(1)
+        A = A.new_zeros(pairs, 2 * h, 2 * h)
+        A[:, :h, :h] = A1
+        A[:, h:, h:] = A2
+        A[:, h:, :h] = torch.bmm(torch.bmm(A2, corner), A1).neg_()
+    return A.view(T.shape)
