@@ -46,8 +46,8 @@ def gated_delta_rule(
     Args:
         q, k: queries and keys [B, T, H, d_k]; H divides v's heads, key head i serves value heads i·G … i·G + G − 1.
         v: values [B, T, H_v, d_v].
-        g: log-decay ≤ 0 [B, T, heads, d_k or 1], kept in fp32; its heads divide v's. Positive entries raise, except with
-            the Triton kernels: they do not look at the values, since that would wait for the GPU.
+        g: log-decay ≤ 0 [B, T, heads, d_k or 1], kept in fp32; its heads divide v's. Positive entries raise, but not
+            with the Triton kernels: they do not look at the values, since that would wait for the GPU.
         b: erase gate [B, T, heads, d_k or 1], heads dividing v's; None erases nothing and skips the triangular system.
         w: write gate [B, T, H_v, d_v or 1]; None writes the whole value.
         scale: factor of the output, d_k^-0.5 by default.
@@ -56,8 +56,8 @@ def gated_delta_rule(
         cu_seqlens: [N + 1] cumulative lengths of sequences packed in a batch of one; the state restarts at each.
         backend: "auto", "triton", "torch" or "reference" (the token loop).
         chunk_size: tokens per chunk: 16 (32 in the Triton kernels), 32, 64 or 128.
-        recompute: compute what each chunk can compute on its own again in the backward, instead of keeping it. The torch
-            backend keeps the same either way.
+        recompute: compute again in the backward what each chunk can compute on its own, instead of keeping it. The
+            torch backend keeps the same either way.
         solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is "ieee".
     """
     check_operands(q, k, v, g, b, w)
