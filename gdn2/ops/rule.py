@@ -58,7 +58,8 @@ def gated_delta_rule(
         chunk_size: tokens per chunk: 16 (32 in the Triton kernels), 32, 64 or 128.
         recompute: compute again in the backward what each chunk can compute on its own, instead of keeping it. The
             torch backend keeps the same either way.
-        solve_precision: "ieee" or "tf32" for the triangular inverse on tensor cores; the torch backend is "ieee".
+        solve_precision: "ieee" or "tf32" products in the triangular inverse. The torch backend is always "ieee"; the
+            kernels take threefold tf32 for it where the operands are half precision.
     """
     check_operands(q, k, v, g, b, w)
     require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")

@@ -13,7 +13,7 @@ class Launch(NamedTuple):
 
 
 # Best of seven on one H200 (torch 2.11, triton 3.6) at 4 × 4096 tokens, 16 heads, width 128, bf16; µs per call.
-# `gradient_keys` takes no blocks of 32 key channels: with four warps they read illegal addresses there.
+# Each kernel was timed alone; the seven configurations and what was slower are in docs/performance.md.
 DEFAULT = {
     "scores": Launch(32, 0, 2),  # 428
     "solve": Launch(128, 128, 4),  # 270
