@@ -1,7 +1,7 @@
 """FLOP formulas of the operator: matrix products over dense C × C tiles, two operations per multiply-add.
 
-`torch.utils.flop_counter.FlopCounterMode` counts the operator by them. They are those of the WY form, which the kernels run;
-the torch backend needs no Y and U and does about a tenth less. The backward counts what it recomputes.
+`torch.utils.flop_counter.FlopCounterMode` counts the operator by them. They are those of the WY form, which the kernels
+run; the torch backend needs no Y and U and does about a tenth less. The backward counts what it recomputes.
 """
 
 
