@@ -207,7 +207,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(
     ctx: Any, do: Tensor | None, d_final: Tensor | None, _saved: Any
 ) -> tuple[Tensor | None, ...]:
-    tensors, saved = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
+    kept = ctx.saved_tensors  # may be read once only, under gradient checkpointing
+    tensors, saved = kept[:8], list(kept[8:])
     q, v, cu_seqlens = tensors[0], tensors[2], tensors[7]
     if do is None:
         do = torch.zeros_like(v)

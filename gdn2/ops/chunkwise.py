@@ -8,11 +8,17 @@ A chunk meets the rest of its sequence only through the state at its start and t
     gradient      gradients of readers, keys and decays of each chunk       parallel over chunks
 
 Every token has up to two *readers* of the state: its query, whose read is the output, and its erase row b ⊙ k, whose
-read is subtracted from the value to be written. They are stacked, so one product serves both, and a rule that erases
-nothing has one reader and no triangular system. Value heads that share keys lie side by side as columns of one wider
-value, since nothing in a chunk mixes value channels.
+read is subtracted from the value to be written. A rule that erases nothing has one reader and no triangular system.
+Value heads that share keys lie side by side as columns of one wider value, since nothing mixes value channels.
 
-Shapes: M chunks, H key-side heads, C tokens, n readers; d_v counts the columns of all value heads of a key head.
+The paper's γ⁻¹ (Eq. 19) overflows within a chunk once the decay is strong. Here the readers of a block of 32 rows are
+measured from the block's start. Keys before the block meet them there with exponents at most zero, always safe; keys
+inside it have positive ones, exact as long as they are finite. A row that has decayed below `DEEPEST` since the block's
+start in some channel meets the keys inside by recursive halving instead (`gdn2.ops.deep`). That choice looks at tokens
+up to the row only, so nothing in the future moves a bit of the past.
+
+Shapes: N chunks of single key-side heads, n readers, C tokens in J blocks; d_v counts the columns of all value heads of
+a key head.
 """
 
 from collections.abc import Iterator
@@ -21,96 +27,108 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdn2.ops.blocks import blocks, earlier, on_diagonal, per_chunk
 from gdn2.ops.chunks import ChunkTable
-from gdn2.ops.halving import (
-    BASE,
-    Base,
-    DecayTree,
-    diagonal_blocks,
-    first,
-    halves,
-    quarter,
-    second,
-    shrink_gradient,
-    unit_lower_inverse,
-)
-from gdn2.ops.operands import Operands, Tiles, load_tiles
+from gdn2.ops.deep import DeepRows, deep_gradient, deep_rows, deep_scores
+from gdn2.ops.halving import flush, unit_lower_inverse
+from gdn2.ops.operands import Operands, load_tiles
+
+DEEPEST = 1e-32  # the paper's initial decays stay above over 32 tokens; 1 / since times a key stays finite
+LIFT = (
+    2.0**64
+)  # keeps the gradients of deep keys, products of a small gradient and a small reader, from underflow
 
 
 class Factors(NamedTuple):
     """Elementwise results of each chunk: cheap, so the backward computes them again."""
 
-    tiles: Tiles
-    gamma: Tensor  # [M, H, C, d_k or 1] decay since the chunk's start (Eq. 18)
-    tail: Tensor  # [M, H, C, d_k or 1] decay until the chunk's end
-    gamma_C: Tensor  # [M, H, d_k or 1, 1] decay of the whole chunk
-    X_gamma: Tensor  # [M, H, C, n, d_k] readers at the chunk's start: Q_γ and Ē
-    K_tail: Tensor  # [M, H, C, d_k] keys at the chunk's end (Eq. 41)
-    levels: list[tuple[int, Tensor, Tensor]]  # h, row and column decays; for the backward only
-    base: Base  # decays of the smallest blocks
+    X: Tensor  # [n, N, C, d_k] readers measured from their block's start
+    X_gamma: Tensor  # [n, N, C, d_k] readers at the chunk's start: Q_γ and Ē (Eq. 20)
+    K: Tensor  # [N, C, d_k]
+    K_bar: Tensor  # [N, C, d_k] keys measured from their block's start (Eq. 19)
+    K_end: Tensor  # [N, C, d_k] keys measured at their block's end
+    past: list[
+        Tensor
+    ]  # [N, 32 j, d_k] keys before block j, measured at its start; the last is K_tail (Eq. 41)
+    since: Tensor  # [N, C, d_k or 1] decay since the block's start
+    inverse: Tensor  # [N, C, d_k or 1] 1 / since, bounded where no row needs it
+    after: Tensor  # [N, C, d_k or 1] decay until the block's end
+    whole: Tensor  # [N, J, 1, d_k or 1] decay of each block
+    before: Tensor  # [N, J, 1, d_k or 1] decay from the chunk's start to the block's
+    gamma_C: Tensor  # [N, d_k or 1, 1] decay of the chunk
+    deep: DeepRows | None  # None where no row is
 
 
 class Matrices(NamedTuple):
     """Scores of each chunk, and the inverse where something is erased."""
 
-    A_qk: Tensor  # [M, H, C, C] (Eq. 25)
-    A: Tensor | None  # [M, H, C, C] (I + T)⁻¹ (Eq. 21)
+    A_qk: Tensor  # [N, C, C] (Eq. 25)
+    A: Tensor | None  # [N, C, C] (I + T)⁻¹ (Eq. 21)
 
 
 def intra(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> tuple[Factors, Matrices]:
     """Everything a chunk can compute on its own (Eqs. 18–21, 25)."""
-    t = load_tiles(x, chunks, dtype)
-    tree = DecayTree(t.g)
-    A_qk, T = scores(t.X, t.K, tree)
-    return decayed(t, tree, []), Matrices(A_qk, None if T is None else unit_lower_inverse(T))
+    f = factors(x, chunks, dtype)
+    A_qk, *T = (scores(f, reader) for reader in range(len(f.X)))
+    return f, Matrices(A_qk, unit_lower_inverse(T[0]) if T else None)
 
 
-def intra_again(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Factors:
-    """The factors once more for the backward, which keeps the matrices and needs the decays of each level."""
-    t = load_tiles(x, chunks, dtype)
-    tree = DecayTree(t.g)
-    return decayed(
-        t, tree, [(h, rows.clone(), columns.clone()) for h, rows, columns in tree.levels()]
+def factors(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Factors:
+    """Readers and keys measured from starts of blocks and from both ends of the chunk."""
+    X, K, g = load_tiles(x, chunks, dtype)
+    since = g.exp()
+    per_chunk(since).cumprod_(-2)
+    whole = per_chunk(since)[:, :, -1:]
+    # equal roundings of a slow decay would add up in the product, and those of a strong one in the sum
+    whole = torch.where(whole > 0.5, per_chunk(g).sum(2, keepdim=True).exp_(), whole)
+    deep = None
+    if not bool(
+        (per_chunk(since)[:, :, -1] >= DEEPEST).all()
+    ):  # it falls from row to row; NaN is deep
+        flush(since)
+        deep = deep_rows(X, K, g, since.amin(-1, keepdim=True) >= DEEPEST)
+    inverse = (since if deep is None else since.clamp(min=DEEPEST)).reciprocal()
+    after = (per_chunk(inverse) * whole).view_as(since)
+    if deep is not None:
+        blocks(after)[deep.which] = deep.after
+    X.mul_(since)
+    before = torch.ones_like(whole)
+    before[:, 1:] = whole[:, :-1].cumprod(1)
+    X_gamma = (X.unflatten(2, (whole.shape[1], -1)) * before).view_as(X)
+    K_bar, K_end = K * inverse, K * after
+    past = keys_before(K_end, whole)
+    gamma_C = (before[:, -1] * whole[:, -1]).mT
+    return Factors(
+        X, X_gamma, K, K_bar, K_end, past, since, inverse, after, whole, before, gamma_C, deep
     )
 
 
-def decayed(t: Tiles, tree: DecayTree, levels: list[tuple[int, Tensor, Tensor]]) -> Factors:
-    """Readers at the chunk's start and keys at its end, from a fully grown tree."""
-    X_gamma, K_tail = t.X * tree.since.unsqueeze(-2), t.K * tree.after
-    return Factors(t, tree.since, tree.after, tree.block.mT, X_gamma, K_tail, levels, tree.base)
+def keys_before(K_end: Tensor, whole: Tensor) -> list[Tensor]:
+    """The keys before each block and before the chunk's end, measured there; `K_end` has them at their block's end."""
+    size = K_end.shape[1] // whole.shape[1]
+    past = [K_end[:, :0], K_end[:, :size]]
+    for j in range(1, whole.shape[1]):
+        longer = torch.empty_like(K_end[:, : (j + 1) * size])
+        torch.mul(past[-1], whole[:, j], out=longer[:, : j * size])
+        longer[:, j * size :] = K_end[:, j * size : (j + 1) * size]
+        past.append(longer)
+    return past
 
 
-def scores(X: Tensor, K: Tensor, tree: DecayTree) -> tuple[Tensor, Tensor | None]:
-    """A_qk and, with a second reader, T: products of readers and earlier keys, level by level."""
-    P = K.new_zeros(*X.shape[:-1], K.shape[-2])  # [M, H, C, n, C]
-    for h, rows, columns in tree.levels():
-        met = rows_of(X, rows, h) @ (first(K, h) * columns).mT
-        quarter(P, h).copy_(met.unflatten(-2, (h, -1)))
-    row, column = base_factors(X, K, tree.base)
-    met = (row @ column.mT).unflatten(-2, (BASE, -1))
-    blocks = diagonal_blocks(P, BASE)
-    blocks.copy_(torch.where(base_mask(tree.base, met), met, blocks))
-    P[..., 0, :].diagonal(dim1=-2, dim2=-1).copy_((X[..., 0, :] * K).sum(-1))
-    return P[..., 0, :], P[..., 1, :] if X.shape[-2] > 1 else None
-
-
-def base_factors(X: Tensor, K: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-    """Rows […, C/16, 16·n, d_k] and columns […, C/16, 16, d_k] of the blocks that are met at once."""
-    row = (X * base.since.unsqueeze(-2)).unflatten(-3, (-1, BASE)).flatten(-3, -2)
-    return row, (K * base.inverse).unflatten(-2, (-1, BASE))
-
-
-def base_mask(base: Base, met: Tensor) -> Tensor:
-    """Pairs r > s of rows that are not too deep, as […, C/16, 16, 1, 16]."""
-    mask = torch.ones(BASE, BASE, dtype=torch.bool, device=met.device).tril(-1).unsqueeze(1)
-    if base.shallow is None:
-        return mask
-    return mask & base.shallow.unflatten(-2, (-1, BASE)).unsqueeze(-1)
-
-
-def rows_of(X: Tensor, decay: Tensor, h: int) -> Tensor:
-    """Readers of the second halves, decayed since the seam: […, C/2h, h·n, d_k]."""
-    return (second(X, h, -3) * decay.unsqueeze(-2)).flatten(-3, -2)
+def scores(f: Factors, reader: int) -> Tensor:
+    """Products of one kind of reader with earlier keys [N, C, C], and of queries with their own: A_qk or T."""
+    X, own = f.X[reader], reader == 0
+    P = X.new_zeros(*X.shape[:2], X.shape[1])
+    for rows, past in zip(per_chunk(X).unbind(1), f.past, strict=False):
+        j = past.shape[1]
+        torch.bmm(rows, past.mT, out=P[:, j : j + rows.shape[1], :j])
+    met = torch.bmm(blocks(X), blocks(f.K_bar).mT)
+    earlier(met, own, out=met)
+    if f.deep is not None:
+        rows = torch.where(f.deep.shallow, met[f.deep.which], deep_scores(f.deep, reader))
+        met[f.deep.which] = rows
+    on_diagonal(P).copy_(met.view_as(on_diagonal(P)))
+    return P
 
 
 def scan(
@@ -123,17 +141,15 @@ def scan(
     """
     if m.A is None:
         R.copy_(Z)
-    A, E_bar = m.A_qk if m.A is None else m.A, f.X_gamma[..., -1, :]
+    A, E_bar = m.A_qk if m.A is None else m.A, f.X_gamma[-1]
     for S, S_n, R_n, Z_n, A_n, E_n, K_n, gamma_n in steps(
-        chunks, state, starts, R, Z, A, E_bar, f.K_tail, f.gamma_C
+        chunks, state, starts, R, Z, A, E_bar, f.past[-1], f.gamma_C
     ):
         S_n.copy_(S)
         if m.A is not None:
             torch.bmm(A_n, torch.baddbmm(Z_n, E_n, S, alpha=-1), out=R_n)
         S.mul_(gamma_n).baddbmm_(K_n.mT, R_n)
-    O = f.X_gamma[..., 0, :] @ starts
-    O.flatten(0, 1).baddbmm_(m.A_qk.flatten(0, 1), R.flatten(0, 1))
-    return O
+    return torch.bmm(f.X_gamma[0], starts).baddbmm_(m.A_qk, R)
 
 
 def scan_reverse(
@@ -143,12 +159,12 @@ def scan_reverse(
 
     dR = A_qkᵀ dO + K_tail dS_C, dZ = Aᵀ dR, dS₀ = γ_C ⊙ dS_C + Q_γᵀ dO − Ēᵀ dZ (Eqs. 54, 56–59, 63, 64).
     """
-    dR = A_qk.mT @ dO
+    dR = torch.bmm(A_qk.mT, dO)
     dZ = dR if A is None else torch.empty_like(dR)
     A = A_qk if A is None else A
-    d_read, E_bar = f.X_gamma[..., 0, :].mT @ dO, f.X_gamma[..., -1, :]
+    d_read = torch.bmm(f.X_gamma[0].mT, dO)
     ends = torch.empty_like(d_read)
-    tensors = (ends, dR, dZ, A, d_read, f.K_tail, E_bar, f.gamma_C)
+    tensors = (ends, dR, dZ, A, d_read, f.past[-1], f.X_gamma[-1], f.gamma_C)
     for dS, dS_n, dR_n, dZ_n, A_n, d_read_n, K_n, E_n, gamma_n in reversed(
         [*steps(chunks, d_state, *tensors)]
     ):
@@ -164,95 +180,81 @@ def scan_reverse(
 def steps(chunks: ChunkTable, state: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """For each step of the scan: the states of the sequences that go on, and their chunks of the other tensors."""
     states = (state[:active].flatten(0, 1) for active in chunks.active)
-    return zip(
-        states,
-        *(x.flatten(0, 1).split([a * x.shape[1] for a in chunks.active]) for x in tensors),
-        strict=True,
-    )
+    counts = [active * state.shape[1] for active in chunks.active]
+    return zip(states, *(x.split(counts) for x in tensors), strict=True)
 
 
 def gradient(
-    f: Factors, S: Tensor, R: Tensor, d_reads: Tensor, dZ: Tensor, dS_C: Tensor
+    f: Factors, S: Tensor, R: Tensor, d_reads: list[Tensor], dS_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a chunk's readers, keys and log-decays, by the short backward; `d_reads` […, n, d_v] begins with dO.
+    """Gradients of a chunk's readers [n, N, C, d_k], keys and log-decays, by the short backward from those of reads.
 
     With dZ = Aᵀ dR the paper's dA products (Eqs. 64–66) collapse to dT = −tril(dZ Rᵀ, −1): the erase row behaves like a
-    query whose output gradient is −dZ. One stacked gradient of all reads gives dA_qk and dT, dQ_γ and dĒ.
+    query whose output gradient is −dZ. So all readers take one path: dX_γ = d_read Sᵀ and dP = tril(d_read Rᵀ).
     """
-    X, K = f.tiles.X, f.tiles.K
-    if X.shape[-2] > 1:
-        torch.neg(dZ, out=d_reads[..., 1, :])
-    flat = d_reads.flatten(-3, -2)
-    dP = (flat @ R.mT).unflatten(-2, X.shape[-3:-1])  # [M, H, C, n, C]: dA_qk and dT
-    dX = (flat @ S.mT).view_as(X).mul_(f.gamma.unsqueeze(-2))
-    dK = (R @ dS_C.mT).mul_(f.tail)
+    dX = torch.empty_like(f.X)
+    for dX_i, d_read in zip(dX, d_reads, strict=True):
+        torch.bmm(d_read, S.mT, out=dX_i)
+    dX.view(len(dX), *per_chunk(f.K).shape).mul_(f.before)
+    d_end = torch.bmm(R, dS_C.mT)
+    d_whole = sum_to_width((dS_C * S).sum(-1).unsqueeze(1) * f.gamma_C.mT, f.whole).unsqueeze(1)
+    d_whole = d_whole.repeat(1, f.whole.shape[1], 1, 1)  # g through the decay of whole blocks
+    gradient_between(f, R, d_reads, dX, d_end, d_whole)
+    dK, dP, d_own = gradient_inside(f, R, d_reads, dX)
 
-    # g through γ, K_tail and γ_C; the levels below add what it does between rows and columns
-    d_since = sum_to_width(dX[..., 0, :] * X[..., 0, :], f.gamma)
-    add_product(d_since, dX[..., 1:, :], X[..., 1:, :])
-    d_after = sum_to_width(dK * K, f.gamma)
-    d_chunk = f.gamma_C.squeeze(-1) * sum_to_width((dS_C * S).sum(-1), f.gamma)
-    d_since[..., -1, :] += d_chunk
+    d_since = f.X[0] * dX[0]
+    for X_i, dX_i in zip(f.X[1:], dX[1:], strict=True):
+        d_since.addcmul_(X_i, dX_i)
+    d_since = per_chunk(sum_to_width(d_since.addcmul_(f.K_bar, dK, value=-1 / LIFT), f.since))
+    d_since[:, :, -1:] += d_whole
+    d_after = per_chunk(sum_to_width(f.K_end * d_end, f.since))
+    dg = d_since.flip(2).cumsum_(2).flip(2)
+    dg[:, :, 1:] += d_after.cumsum_(2)[:, :, :-1]
+    dg = dg.view_as(f.since)
 
-    d_diagonal = dP[..., 0, :].diagonal(dim1=-2, dim2=-1)[..., None]
-    dX[..., 0, :].addcmul_(d_diagonal, K)
-    dK.addcmul_(d_diagonal, X[..., 0, :])
-    levels = {h: (rows, columns) for h, rows, columns in f.levels}
-    for h in [K.shape[-2], *reversed([*halves(K.shape[-2])])]:
-        if h < K.shape[-2]:
-            shrink_gradient(d_since, d_after, h)
-        if h in levels:
-            level_gradient(h, *levels[h], f.tiles, dP, dX, dK, d_since, d_after)
-        if h == BASE:
-            base_gradient(f.base, f.tiles, dP, dX, dK, d_since)
-            if f.base.shallow is not None:  # the levels below are for the other rows
-                dP = dP.masked_fill(f.base.shallow.unsqueeze(-1), 0)
-    return dX, dK, d_since
+    d_met = d_own if f.deep is None else f.deep.others(blocks(d_own)).view_as(d_own)
+    dX[0].addcmul_(d_met, f.K_bar)
+    dK.addcmul_(d_met, f.X[0], value=LIFT)
+    dX.mul_(f.since)
+    dK = d_end.mul_(f.after).addcmul_(f.inverse, dK, value=1 / LIFT)
+    if f.deep is not None:
+        deep_gradient(f.deep, dP, d_own, dX, dK, dg)
+    return dX, dK, dg
 
 
-def level_gradient(
-    h: int,
-    rows: Tensor,
-    columns: Tensor,
-    t: Tiles,
-    dP: Tensor,
-    dX: Tensor,
-    dK: Tensor,
-    d_since: Tensor,
-    d_after: Tensor,
+def gradient_between(
+    f: Factors, R: Tensor, d_reads: list[Tensor], dX: Tensor, d_end: Tensor, d_whole: Tensor
 ) -> None:
-    """Add what flows through the scores of one level; the gradients of g are those of sums since and until the seam."""
-    dM = quarter(dP, h).flatten(-3, -2)  # […, C/2h, h·n, h]
-    row, column = rows_of(t.X, rows, h), first(t.K, h) * columns
-    d_row = (dM @ column).unflatten(-2, (h, -1))
-    d_column = dM.mT @ row
-    second(dX, h, -3).addcmul_(d_row, rows.unsqueeze(-2))
-    first(dK, h).addcmul_(d_column, columns)
-    add_product(second(d_since, h), d_row, row.view_as(d_row))
-    add_product(first(d_after, h), d_column.unsqueeze(-2), column.unsqueeze(-2))
+    """Add what flows between blocks, the last one first; `d_end` moves from the chunk's end to those of the blocks."""
+    size = f.K.shape[1] // f.whole.shape[1]
+    for j in reversed(range(1, f.whole.shape[1])):
+        seam, rows = j * size, slice(j * size, (j + 1) * size)
+        through = sum_to_width((f.X[:, :, rows] * dX[:, :, rows]).sum((0, 2)), f.whole)
+        d_whole[:, :j] += through[
+            :, None, None
+        ]  # readers at the chunk's start have passed all blocks before
+        past, d_past = f.past[j + 1][:, :seam], d_end[:, :seam]
+        d_whole[:, j] += sum_to_width((past * d_past).sum(1, keepdim=True), f.whole)
+        d_past.mul_(f.whole[:, j])
+        for X_i, dX_i, d_read in zip(f.X, dX, d_reads, strict=True):
+            dP = torch.bmm(d_read[:, rows], R[:, :seam].mT)
+            dX_i[:, rows].baddbmm_(dP, f.past[j])
+            d_past.baddbmm_(dP.mT, X_i[:, rows])
 
 
-def base_gradient(
-    base: Base, t: Tiles, dP: Tensor, dX: Tensor, dK: Tensor, d_since: Tensor
-) -> None:
-    """Add what flows through the scores of the blocks that are met at once, all measured since the block's start."""
-    blocks = diagonal_blocks(dP, BASE)
-    dM = torch.where(base_mask(base, blocks), blocks, 0).flatten(-3, -2)  # […, C/16, 16·n, 16]
-    row, column = base_factors(t.X, t.K, base)
-    d_row, d_column = (dM @ column).view_as(t.X), (dM.mT @ row).view_as(t.K)
-    dX.addcmul_(d_row, base.since.unsqueeze(-2))
-    dK.addcmul_(d_column, base.inverse)
-    add_product(d_since, d_row, row.view_as(t.X))
-    add_product(d_since, d_column.unsqueeze(-2), column.view_as(t.K).unsqueeze(-2), sign=-1)
-
-
-def add_product(target: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> None:
-    """Add ±x ⊙ y […, n, d], summed over the readers n, and over d if the target has width one."""
-    if target.shape[-1] < x.shape[-1]:
-        target.add_((x * y).sum((-2, -1)).unsqueeze(-1), alpha=sign)
-        return
-    for i in range(x.shape[-2]):
-        target.addcmul_(x[..., i, :], y[..., i, :], value=sign)
+def gradient_inside(
+    f: Factors, R: Tensor, d_reads: list[Tensor], dX: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Add to dX what flows inside blocks; returns dK̄, each reader's dP [N·J, 32, 32] and that of q · k [N, C, 1]."""
+    dP = [torch.bmm(blocks(d_read), blocks(R).mT) for d_read in d_reads]
+    d_own = dP[0].diagonal(dim1=1, dim2=2).clone().view(*f.K.shape[:2], 1)  # of what does not decay
+    dK = torch.zeros_like(f.K)
+    for X_i, dX_i, dP_i in zip(f.X, dX, dP, strict=True):
+        earlier(dP_i, own=False, out=dP_i)
+        met = dP_i if f.deep is None else f.deep.others(dP_i)
+        blocks(dX_i).baddbmm_(met, blocks(f.K_bar))
+        blocks(dK).baddbmm_((met * LIFT).mT, blocks(X_i))
+    return dK, dP, d_own
 
 
 def sum_to_width(x: Tensor, like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The operator's operands: packed tokens, and the tiles that chunks make of them.
 
-Shapes: M chunks, H key-side heads, C tokens, n readers; d_v counts the columns of all value heads of a key head.
+Shapes: M chunks, H key-side heads, N = M · H, n readers, C tokens; d_v counts the columns of all value heads of a key
+head.
 """
 
 from collections.abc import Sequence
@@ -38,9 +39,9 @@ def key_side_heads(k: Sequence[int], g: Sequence[int], b: Sequence[int] | None) 
 class Tiles(NamedTuple):
     """The key-side operands of each chunk, erase gate applied."""
 
-    X: Tensor  # [M, H, C, n, d_k] readers: scale · q, and b ⊙ k
-    K: Tensor  # [M, H, C, d_k]
-    g: Tensor  # [M, H, C, d_k or 1]
+    X: Tensor  # [n, N, C, d_k] readers: scale · q, and b ⊙ k
+    K: Tensor  # [N, C, d_k]
+    g: Tensor  # [N, C, d_k or 1]
 
 
 def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
@@ -50,34 +51,22 @@ def load_tiles(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tiles:
         return spread(chunks.load(t, dtype), x.heads, 1)
 
     K = load(x.k)
-    X = K.new_empty(*K.shape[:-1], 1 if x.b is None else 2, K.shape[-1])
-    q, e = chunks.shaped(X[..., 0, :]), chunks.shaped(X[..., -1, :])
-    torch.mul(spread(chunks.peek(x.q), x.heads, -3).to(dtype), x.scale, out=q)
+    X = K.new_empty(1 if x.b is None else 2, *K.shape)
+    torch.mul(spread(chunks.peek(x.q), x.heads, -3).to(dtype), x.scale, out=chunks.shaped(X[0]))
     if x.b is not None:
-        torch.mul(spread(chunks.peek(x.b), x.heads, -3).to(dtype), chunks.shaped(K), out=e)
-    return Tiles(X, K, load(x.g))
+        B = spread(chunks.peek(x.b), x.heads, -3).to(dtype)
+        torch.mul(B, chunks.shaped(K), out=chunks.shaped(X[1]))
+    return Tiles(X.flatten(1, 2), K.flatten(0, 1), load(x.g).flatten(0, 1))
 
 
 def load_values(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
-    """Z = w ⊙ v [M, H, C, d_v] (Eq. 20)."""
+    """Z = w ⊙ v [N, C, d_v] (Eq. 20)."""
     if x.w is None:
         return fold(chunks.load(x.v, dtype), x.heads)
     V = chunks.peek(x.v).to(dtype)
     Z = V.new_empty(len(chunks.token) // chunks.size, *V.shape[-3:])
     torch.mul(V, chunks.peek(x.w).to(dtype), out=chunks.shaped(Z))
     return fold(Z, x.heads)
-
-
-def load_reads(x: Operands, do: Tensor, chunks: ChunkTable, dtype: torch.dtype) -> Tensor:
-    """Gradients of all reads [M, H, C, n, d_v], the query's filled in: that of the output."""
-    width = x.v.shape[1] * x.v.shape[2] // x.heads
-    shape = (len(chunks.token) // chunks.size, x.heads, chunks.size, 1 if x.b is None else 2, width)
-    d_reads = do.new_empty(shape, dtype=dtype)
-    if x.v.shape[1] == x.heads:
-        chunks.shaped(d_reads[..., 0, :]).copy_(chunks.peek(do))
-    else:
-        d_reads[..., 0, :].copy_(fold(chunks.load(do, dtype), x.heads))
-    return d_reads
 
 
 def spread(tile: Tensor, heads: int, axis: int) -> Tensor:
@@ -87,14 +76,15 @@ def spread(tile: Tensor, heads: int, axis: int) -> Tensor:
 
 
 def fold(V: Tensor, heads: int) -> Tensor:
-    """Lay the value heads of each key head side by side: [M, H·G, C, d] → [M, H, C, G·d]."""
+    """Lay the value heads of each key head side by side: [M, H·G, C, d] → [M·H, C, G·d]."""
     if V.shape[1] == heads:
-        return V
-    return V.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
+        return V.flatten(0, 1)
+    return V.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3).flatten(0, 1).contiguous()
 
 
-def unfold(V: Tensor, heads: int) -> Tensor:
-    """Undo `fold`: [M, H, C, G·d] → [M, H·G, C, d]."""
-    if V.shape[1] == heads:
+def unfold(V: Tensor, heads: int, value_heads: int) -> Tensor:
+    """Undo `fold`: [M·H, C, G·d] → [M, H·G, C, d]."""
+    V = V.unflatten(0, (-1, heads))
+    if heads == value_heads:
         return V
-    return V.unflatten(3, (heads // V.shape[1], -1)).transpose(2, 3).flatten(1, 2)
+    return V.unflatten(3, (value_heads // heads, -1)).transpose(2, 3).flatten(1, 2)

@@ -5,7 +5,7 @@ in the cache and are dropped with it, so memory beyond operands, results and the
 with the length.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from gdn2.ops import chunkwise
 from gdn2.ops.arguments import check_decay, state_dtype
 from gdn2.ops.chunks import ChunkTable, chunk_table
 from gdn2.ops.chunkwise import sum_to_width
-from gdn2.ops.operands import Operands, fold, load_reads, load_values, spread, unfold
+from gdn2.ops.operands import Operands, fold, load_values, spread, unfold
 from gdn2.ops.packing import sequence_lengths
 
 
@@ -42,8 +42,16 @@ class Batch(NamedTuple):
 
     def table(self, device: torch.device) -> ChunkTable:
         """Read the lengths and build the chunk table."""
+        if self.cu_seqlens is None:
+            return dense_table(self.rows, self.length, self.chunk_size, device)
         lengths = sequence_lengths(self.cu_seqlens, self.rows, self.length)
         return chunk_table(lengths, self.chunk_size, device)
+
+
+@lru_cache(maxsize=64)
+def dense_table(rows: int, length: int, size: int, device: torch.device) -> ChunkTable:
+    """The table of equal lengths, made once."""
+    return chunk_table([length] * rows, size, device)
 
 
 class Gradients(NamedTuple):
@@ -105,20 +113,20 @@ def forward(
     table = batch.table(x.k.device)
     saved = kept(x, batch, keep)
     o = torch.empty_like(x.v)
-    S = fold(state.index_select(0, table.order), x.heads)
+    S = folded_state(state, table, x.heads)
     for i, j in segments(table, x.heads * table.size * x.k.shape[2], x.k.device):
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
         f, m = chunkwise.intra(x, chunks, state.dtype)
         Z = load_values(x, chunks, state.dtype)
-        starts, R, *matrices = [t[rows] for t in saved] or [
-            S.new_empty(Z.shape[0], *S.shape[1:]),
+        starts, R, *matrices = [t[rows].flatten(0, 1) for t in saved] or [
+            Z.new_empty(len(Z), *S.shape[2:]),
             torch.empty_like(Z),
         ]
         O = chunkwise.scan(f, m, Z, chunks, S, starts, R)
-        chunks.store(o, unfold(O, x.v.shape[1]))
+        chunks.store(o, unfold(O, x.heads, x.v.shape[1]))
         for target, value in zip(matrices, (m.A_qk, m.A), strict=False):
             target.copy_(value)  # type: ignore[arg-type]
-    return o, restore(unfold(S, x.v.shape[1]), table.order), saved
+    return o, restored_state(S, table, x.v.shape[1]), saved
 
 
 def backward(
@@ -128,18 +136,18 @@ def backward(
     table = batch.table(x.k.device)
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
     empty = [x.q.new_empty(0) if t is None else torch.empty_like(t) for t in operands]
+    dS = folded_state(d_final, table, x.heads)
     grads = Gradients(*[*empty, torch.empty_like(state)])
-    dS = fold(d_final.index_select(0, table.order), x.heads)
     for i, j in reversed(segments(table, x.heads * table.size * x.k.shape[2], x.k.device)):
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
-        S, R, A_qk, *A = (t[rows] for t in saved)
-        f = chunkwise.intra_again(x, chunks, state.dtype)
-        d_reads = load_reads(x, do, chunks, state.dtype)
-        dO = d_reads[..., 0, :]
+        S, R, A_qk, *A = (t[rows].flatten(0, 1) for t in saved)
+        f = chunkwise.factors(x, chunks, state.dtype)
+        dO = fold(chunks.load(do, state.dtype), x.heads)
         dZ, ends = chunkwise.scan_reverse(f, A_qk, A[0] if A else None, chunks, dO, dS)
-        dX, dK, dg = chunkwise.gradient(f, S, R, d_reads, dZ, ends)
-        store_gradients(grads, x, chunks, f.tiles.K, (dX, dK, dZ, dg))
-    grads.state.copy_(restore(unfold(dS, x.v.shape[1]), table.order))
+        d_reads = [dO] if x.b is None else [dO, -dZ]
+        dX, dK, dg = chunkwise.gradient(f, S, R, d_reads, ends)
+        store_gradients(grads, x, chunks, f.K, (dX, dK, dZ, dg))
+    grads.state.copy_(restored_state(dS, table, x.v.shape[1]))
     return grads
 
 
@@ -152,6 +160,8 @@ def store_gradients(
 ) -> None:
     """Undo the gates (Eqs. 73–75) and sum each gradient over what its operand was broadcast over."""
     dX, dK, dZ, dg = d_tiles
+    K, dK, dg = (t.unflatten(0, (-1, x.heads)) for t in (K, dK, dg))
+    dQ, *dE = dX.unflatten(1, (-1, x.heads))
 
     def store(target: Tensor, tile: Tensor, factor: Tensor | float) -> None:
         if target.shape[1:] == (tile.shape[1], tile.shape[3]):
@@ -164,19 +174,24 @@ def store_gradients(
         chunks.store(target, sum_to_width(product, target))
 
     if x.b is not None:
-        dE = dX[..., 1, :]
         B = spread(chunks.peek(x.b), x.heads, -3).to(K.dtype)
-        chunks.shaped(dK).addcmul_(chunks.shaped(dE), B)
-        store(grads.b, dE, chunks.shaped(K))
-    dV = unfold(dZ, x.v.shape[1])
+        chunks.shaped(dK).addcmul_(chunks.shaped(dE[0]), B)
+        store(grads.b, dE[0], chunks.shaped(K))
+    dV = unfold(dZ, x.heads, x.v.shape[1])
     if x.w is not None:
         store(grads.w, dV, chunks.peek(x.v))
     store(grads.v, dV, 1.0 if x.w is None else chunks.peek(x.w))
-    store(grads.q, dX[..., 0, :], x.scale)
+    store(grads.q, dQ, x.scale)
     store(grads.k, dK, 1.0)
     store(grads.g, dg, 1.0)
 
 
-def restore(state: Tensor, order: Tensor) -> Tensor:
-    """Put states back into the order of the sequences."""
-    return torch.empty_like(state).index_copy_(0, order, state)
+def folded_state(state: Tensor, table: ChunkTable, heads: int) -> Tensor:
+    """States [N, H_v, d_k, d_v], longest sequence first, as [N, H, d_k, all columns of a key head]."""
+    return fold(state.index_select(0, table.order), heads).unflatten(0, (-1, heads))
+
+
+def restored_state(S: Tensor, table: ChunkTable, value_heads: int) -> Tensor:
+    """Undo `folded_state`."""
+    state = unfold(S.flatten(0, 1), S.shape[1], value_heads)
+    return torch.empty_like(state).index_copy_(0, table.order, state)

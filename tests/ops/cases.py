@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gdn2 import gated_delta_rule
-from gdn2.ops.halving import BASE, DEEPEST
+from gdn2.ops.blocks import BLOCK
+from gdn2.ops.chunkwise import DEEPEST
 
 OPERANDS = ("q", "k", "v", "g", "b", "w", "initial_state")
-THRESHOLD = math.log(DEEPEST) / BASE  # log-decay a token beyond which a block's last row is deep
+THRESHOLD = math.log(DEEPEST) / BLOCK  # log-decay a token beyond which a block's last row is deep
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -65,13 +66,13 @@ class Result(NamedTuple):
 def log_decay(kind: float | str, shape: Sequence[int], rand: torch.Generator) -> Tensor:
     """Log-decays: one value for all, mild or uneven ones, spikes among small ones, or every size at once.
 
-    Of 16 uneven tokens about half decay beyond the bound at which rows inside a block are met in another way.
+    Of 32 uneven tokens the last few decay beyond the bound at which rows inside a block are met in another way.
     """
     noise = torch.rand(shape, generator=rand, dtype=torch.float64)
     if kind == "mild":
         return -F.softplus(4 * noise - 4)
     if kind == "uneven":
-        return -5 * noise
+        return -4.5 * noise
     if kind == "spiky":
         return torch.where(noise < 0.1, -1000.0, -1e-3 * noise)
     if kind == "mixed":
@@ -111,10 +112,10 @@ def operands(case: Case) -> dict[str, Tensor]:
 
 
 def at_the_threshold(heads: int, still: int, generator: torch.Generator) -> Tensor:
-    """Log-decays [1, 32, heads, 1]: 16 − still tokens reach the bound but for a few ulps, then nearly nothing."""
-    g = -torch.rand(1, 32, heads, 1, generator=generator, dtype=torch.float64)
-    for block in g.split(BASE, 1):
-        moving, rest = block.split([BASE - still, still], 1)
+    """Log-decays [1, 64, heads, 1]: 32 − still tokens reach the bound but for a few ulps, then nearly nothing."""
+    g = -torch.rand(1, 2 * BLOCK, heads, 1, generator=generator, dtype=torch.float64)
+    for block in g.split(BLOCK, 1):
+        moving, rest = block.split([BLOCK - still, still], 1)
         ulps = torch.randint(-8, 9, (1, 1, heads, 1), generator=generator) * 2.0**-24
         moving *= math.log(DEEPEST) * (1 + ulps) / moving.sum(1, keepdim=True)
         rest *= 1e-7

@@ -1,16 +1,13 @@
 """Decays, their gradient and the triangular inverse, each against something computed directly."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gdn2.ops.chunkwise import scores
+from gdn2.ops.blocks import BLOCK
+from gdn2.ops.deep import deep_rows, deep_scores
 from gdn2.ops.halving import (
-    BASE,
-    DEEPEST,
     DecayTree,
     diagonal_blocks,
     exp_decay,
@@ -24,10 +21,8 @@ from gdn2.ops.halving import (
 from tests.closeness import assert_close
 from tests.ops.cases import log_decay
 
-THRESHOLD = math.log(DEEPEST) / BASE  # per token: −2.59
-SHALLOW: list[float | str] = [0.0, -1e-6, -1e-2, -1.0, -1.5, -2.5, "mild"]
-DEEP: list[float | str] = [-2.6, -4.0, -5.5, -20.0, -45.0, -88.0, -200.0, -1000.0]
-DEEP += ["uneven", "spiky", "mixed"]
+DECAYS: list[float | str] = [0.0, -1e-6, -1e-2, -1.0, -2.5, -5.5, -20.0, -45.0, -88.0, -200.0]
+DECAYS += [-1000.0, "mild", "uneven", "spiky", "mixed"]
 DTYPES = [torch.float64, torch.float32]
 
 
@@ -58,37 +53,28 @@ def assert_decays(name: str, actual: Tensor, logs: Tensor) -> None:
 
 @pytest.mark.parametrize("size", [2, 16, 64])
 def test_levels_meet_every_pair_once(size: int) -> None:
-    met = torch.zeros(size, 1, size)
+    met = torch.zeros(size, size)
     for h in halves(size):
         quarter(met, h).add_(1)
-    assert torch.equal(met[:, 0], torch.ones(size, size).tril(-1))
-
-
-@pytest.mark.parametrize("size", [16, 64])
-def test_blocks_stand_for_the_small_levels(size: int) -> None:
-    met = torch.zeros(size, 1, size)
-    diagonal_blocks(met, BASE).add_(torch.ones(BASE, BASE).tril(-1).unsqueeze(1))
-    for h in list(halves(size))[len(list(halves(BASE))) :]:
-        quarter(met, h).add_(1)
-    assert torch.equal(met[:, 0], torch.ones(size, size).tril(-1))
+    assert torch.equal(met, torch.ones(size, size).tril(-1))
 
 
 def test_halves_quarters_and_blocks_are_views() -> None:
-    X = torch.arange(8.0 * 3 * 8).view(8, 3, 8)
+    X = torch.arange(3 * 8.0 * 8).view(3, 8, 8)
     for h in (1, 2, 4):
-        assert first(X, h, -3).data_ptr() == X.data_ptr()
+        assert first(X, h).data_ptr() == X.data_ptr()
         assert diagonal_blocks(X, 2 * h).data_ptr() == X.data_ptr()
         for block in range(4 // h):
             rows = slice(2 * h * block + h, 2 * h * block + 2 * h)
             columns = slice(2 * h * block, 2 * h * block + h)
             both = slice(2 * h * block, 2 * h * block + 2 * h)
-            assert torch.equal(second(X, h, -3)[block], X[rows])
-            assert torch.equal(first(X, h, -3)[block], X[columns])
-            assert torch.equal(quarter(X, h)[block], X[rows, :, columns])
-            assert torch.equal(diagonal_blocks(X, 2 * h)[block], X[both, :, both])
+            assert torch.equal(second(X, h)[:, block], X[:, rows])
+            assert torch.equal(first(X, h)[:, block], X[:, columns])
+            assert torch.equal(quarter(X, h)[:, block], X[:, rows, columns])
+            assert torch.equal(diagonal_blocks(X, 2 * h)[:, block], X[:, both, both])
 
 
-@pytest.mark.parametrize("kind", [*SHALLOW, *DEEP])
+@pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decays_are_direct_sums(kind: float | str, dtype: torch.dtype) -> None:
     """Eqs. 18, 41: every factor is the exponential of the log-decays it spans, to rounding."""
@@ -96,11 +82,9 @@ def test_decays_are_direct_sums(kind: float | str, dtype: torch.dtype) -> None:
     g = some_decays(kind, size, dtype)
     tree, levels = grown(g)
     for r in range(size):
-        start = r - r % BASE
         assert_decays("gamma", tree.since[..., r, :], span(g, 0, r + 1))
         assert_decays("tail", tree.after[..., r, :], span(g, r + 1, size))
-        assert_decays("base", tree.base.since[..., r, :], span(g, start, r + 1))
-    assert_decays("gamma_C", tree.block[..., 0, :], span(g, 0, size))
+    assert_decays("gamma_C", tree.part[..., 0, :], span(g, 0, size))
     for h, (rows, columns) in levels.items():
         for block in range(size // (2 * h)):
             seam = 2 * h * block + h
@@ -109,40 +93,13 @@ def test_decays_are_direct_sums(kind: float | str, dtype: torch.dtype) -> None:
                 assert_decays("after", columns[..., block, i, :], span(g, seam - h + i + 1, seam))
 
 
-@pytest.mark.parametrize("kind", [*SHALLOW, *DEEP])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_levels_are_for_deep_rows(kind: float | str, dtype: torch.dtype) -> None:
-    """They are left out where no row is deep; a row is if a channel decayed too far in its block."""
-    size = 64
-    g = some_decays(kind, size, dtype)
-    tree, levels = grown(g)
-    assert [*levels] == [h for h in halves(size) if kind in DEEP or h >= BASE]
-    assert (tree.base.shallow is None) == (kind in SHALLOW)
-    if tree.base.shallow is not None:
-        deepest = g.double().unflatten(-2, (-1, BASE)).cumsum(-2).flatten(-3, -2).amin(-1)
-        expected = deepest >= math.log(DEEPEST)
-        assert torch.equal(tree.base.shallow.squeeze(-1), expected)
-
-
-@pytest.mark.parametrize("kind", [*SHALLOW, *DEEP])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_columns_of_a_block_undo_its_rows(kind: float | str, dtype: torch.dtype) -> None:
-    """1 / since for every column that a row may need, and nothing that overflows for the others."""
-    base = grown(some_decays(kind, 64, dtype))[0].base
-    needed = base.since >= DEEPEST
-    assert bool(torch.isfinite(base.inverse).all())
-    assert float(base.inverse.max()) <= 2.1 / DEEPEST
-    error = (base.since * base.inverse - 1)[needed].abs()
-    assert bool((error <= 2 * torch.finfo(dtype).eps).all())
-
-
 @pytest.mark.parametrize("size", [16, 32, 128])
-@pytest.mark.parametrize("kind", [*SHALLOW, *DEEP])
+@pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decays_stay_in_range(kind: float | str, size: int, dtype: torch.dtype) -> None:
     tree, levels = grown(some_decays(kind, size, dtype))
-    final = [tree.since, tree.after, tree.block]
-    for x in (*final, tree.base.since, *(x for level in levels.values() for x in level)):
+    final = [tree.since, tree.after, tree.part]
+    for x in (*final, *(x for level in levels.values() for x in level)):
         assert bool(torch.isfinite(x).all())
         assert float(x.min()) >= 0
         assert float(x.max()) <= 1
@@ -152,9 +109,9 @@ def test_decays_stay_in_range(kind: float | str, size: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_final_decays_are_never_subnormal(size: int, dtype: torch.dtype) -> None:
     """Arithmetic on subnormals costs a CPU 35 times as much."""
-    for kind in (*SHALLOW, *DEEP, -350.0, -710.0):
+    for kind in (*DECAYS, -350.0, -710.0):
         tree, _ = grown(some_decays(kind, size, dtype))
-        for x in (tree.since, tree.after, tree.block):
+        for x in (tree.since, tree.after, tree.part):
             assert not bool(((x > 0) & (x < torch.finfo(dtype).tiny)).any()), kind
 
 
@@ -163,35 +120,28 @@ def test_exp_decay_flushes_what_is_subnormal() -> None:
     assert torch.equal(exp_decay(g), torch.tensor([*g[:3].exp(), 0.0, 0.0, 0.0, 0.0]))
 
 
-@pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("kind", [*SHALLOW, *DEEP])
+@pytest.mark.parametrize("size", [16, BLOCK])
+@pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_are_direct_sums(kind: float | str, size: int, dtype: torch.dtype) -> None:
-    """Eqs. 21, 25: Σ_c x_rc exp(g_{s+1} + … + g_r)_c k_sc of every pair, by definition.
-
-    Each entry to its own precision. What a block's rows have decayed by cancels with what its columns have, but not the
-    rounding of its logarithm, which may be as large as −41.
-    """
+    """Eqs. 21, 25: Σ_c x_rc exp(g_{s+1} + … + g_r)_c k_sc of every pair, by definition, each to its own precision."""
     rand = torch.Generator().manual_seed(1)
-    g = some_decays(kind, size, dtype)
-    X = torch.randn(*g.shape[:-1], 2, 4, generator=rand, dtype=torch.float64).to(dtype)
+    g = some_decays(kind, size, dtype).flatten(0, 1)
+    X = torch.randn(2, *g.shape, generator=rand, dtype=torch.float64).to(dtype)
     K = torch.randn(g.shape, generator=rand, dtype=torch.float64).to(dtype)
-    A_qk, T = scores(X, K, DecayTree(g))
-    assert T is not None
+    f = deep_rows(X, K, g, torch.zeros(*g.shape[:-1], 1, dtype=torch.bool))
     r, s, t = (torch.arange(size).view(shape) for shape in ((-1, 1, 1), (1, -1, 1), (1, 1, -1)))
     spans = ((t > s) & (t <= r)).double()
-    logs = torch.einsum("rst,...td->...rsd", spans, g.double()).unsqueeze(-4)  # […, 1, r, s, d]
-    pairs = X.double().movedim(-2, -3).unsqueeze(-2) * K.double()[..., None, None, :, :]
-    terms = pairs * logs.exp()  # […, reader, r, s, d]
+    logs = torch.einsum("rst,ntd->nrsd", spans, g.double())
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
-    allowed = (eps * (200 + 8 * logs.abs()) * terms.abs() + tiny * pairs.abs()).sum(-1)
-    for name, actual, mask, reader in (
-        ("A_qk", A_qk, torch.ones(size, size).tril(), 0),
-        ("T", T, torch.ones(size, size).tril(-1), 1),
-    ):
-        error = (actual.double() - terms[..., reader, :, :, :].sum(-1) * mask).abs()
-        assert bool((error <= allowed[..., reader, :, :]).all()), name
-        assert not bool(actual.triu(1).any()), name
+    for reader, mask in ((0, torch.ones(size, size).tril()), (1, torch.ones(size, size).tril(-1))):
+        pairs = X[reader].double().unsqueeze(2) * K.double().unsqueeze(1)
+        terms = pairs * logs.exp()
+        allowed = (eps * (200 + 8 * logs.abs()) * terms.abs() + tiny * pairs.abs()).sum(-1)
+        actual = deep_scores(f, reader)
+        error = (actual.double() - terms.sum(-1) * mask).abs()
+        assert bool((error <= allowed).all()), reader
+        assert not bool(actual.triu(1).any()), reader
 
 
 def test_gradient_of_the_decays_is_autograds() -> None:
@@ -205,14 +155,13 @@ def test_gradient_of_the_decays_is_autograds() -> None:
     def weight(x: Tensor) -> Tensor:
         return torch.randn(x.shape, generator=rand, dtype=x.dtype)
 
-    d_since, d_after, d_base = weight(tree.since), weight(tree.after), weight(tree.base.since)
+    d_since, d_after = weight(tree.since), weight(tree.after)
     d_levels = {h: (weight(rows), weight(columns)) for h, (rows, columns) in levels.items()}
 
     direct: list[Tensor] = []
     for r in range(size):
         direct.append((d_since[..., r, :] * span(g, 0, r + 1).exp()).sum())
         direct.append((d_after[..., r, :] * span(g, r + 1, size).exp()).sum())
-        direct.append((d_base[..., r, :] * span(g, r - r % BASE, r + 1).exp()).sum())
     for h, (d_rows, d_columns) in d_levels.items():
         for block in range(size // (2 * h)):
             seam = 2 * h * block + h
@@ -228,8 +177,6 @@ def test_gradient_of_the_decays_is_autograds() -> None:
         (rows, columns), (d_rows, d_columns) = levels[h], d_levels[h]
         second(d_since, h).add_(d_rows * rows)
         first(d_after, h).add_(d_columns * columns)
-        if h == BASE:
-            d_since += d_base * tree.base.since
     assert_close("dg", d_since, expected, 1e-13)
 
 
