@@ -1,13 +1,13 @@
 """Rows whose decay inside a half is too deep to be measured from its start: halving down to single tokens.
 
-Such rows are rare. Both kernels look at a flag per chunk and leave at once where there are none, so the kernels that do
-the usual work need neither the registers nor the branches of this one.
+Such rows are rare. Both kernels look at the flags that `scores_kernel` left and leave at once where there are none, so
+the kernels that do the usual work need neither the registers nor the branches of this one.
 """
 
 import triton
 import triton.language as tl
 
-from gdn2.ops.triton.tiles import DEEP, level_sums, load_rows, product, quarter
+from gdn2.ops.triton.tiles import level_sums, load_rows, product, quarter
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def deep_half_scores(
     E,
     K,
     g,
+    deep,
     rows,
     ERASE: tl.constexpr,
     DOT: tl.constexpr,
@@ -26,7 +27,6 @@ def deep_half_scores(
 ):
     """Add the scores of one half's deep rows for one block of channels."""
     R: tl.constexpr = rows.shape[0]
-    deep = (tl.min(tl.cumsum(g, 0), 1) < -DEEP)[:, None]
     A += tl.where((rows[:, None] == rows[None, :]) & deep, tl.sum(Q * K, 1)[:, None], 0.0)
     h = 1
     while h < R:
@@ -50,18 +50,13 @@ def deep_scores_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add to A_qk and T what `scores_kernel` left out. Grid: (M · H, 2), one program per half."""
-    if tl.load(deep_ptr + tl.program_id(0)) > 0:
-        i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    chunk, first, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * R, tl.arange(0, R)
+    deep = tl.load(deep_ptr + chunk * (2 * R) + first + rows)
+    if tl.max(deep, 0) > 0:
+        i_chunk, i_head = chunk // H, chunk % H
         start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
         i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
-        rows = tl.arange(0, R)
-        first = tl.program_id(1) * R
-        square = (
-            (i_chunk * H + i_head) * (4 * R * R)
-            + (first + rows[:, None]) * (2 * R)
-            + first
-            + rows[None, :]
-        )
+        square = chunk * (4 * R * R) + (first + rows[:, None]) * (2 * R) + first + rows[None, :]
         A = tl.load(A_qk_ptr + square).to(ACC)
         T = tl.zeros((R, R), ACC)
         if B_WIDTH > 0:
@@ -76,7 +71,9 @@ def deep_scores_kernel(
                 E *= load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols, True).to(
                     ACC
                 )
-            A, T = deep_half_scores(A, T, Q, E, K, g, rows, B_WIDTH > 0, DOT, PRECISION, ACC)
+            A, T = deep_half_scores(
+                A, T, Q, E, K, g, (deep > 0)[:, None], rows, B_WIDTH > 0, DOT, PRECISION, ACC
+            )
         tl.store(A_qk_ptr + square, A.to(A_qk_ptr.dtype.element_ty))
         if B_WIDTH > 0:
             tl.store(T_ptr + square, T)
@@ -84,12 +81,11 @@ def deep_scores_kernel(
 
 @triton.jit
 def deep_half_gradient(
-    dX, dK, dg, X, K, g, dM_ptr, square, flipped, rows,
+    dX, dK, dg, X, K, g, deep, dM_ptr, square, flipped, rows,
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add what flows through the scores of one half's deep rows for one kind of reader, level by level."""
     R: tl.constexpr = rows.shape[0]
-    deep = tl.min(tl.cumsum(g, 0), 1) < -DEEP
     dM = tl.where(deep[:, None], tl.load(dM_ptr + square), 0.0)
     dM_flipped = tl.where(deep[None, :], tl.load(dM_ptr + flipped), 0.0)
     h = 1
@@ -127,14 +123,15 @@ def deep_gradient_kernel(
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add to dq, dk, dg and db what `gradient_keys_kernel` left out. Grid: (M · H, DK / BK)."""
-    if tl.load(deep_ptr + tl.program_id(0)) > 0:
-        i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    chunk, rows = tl.program_id(0).to(tl.int64), tl.arange(0, R)
+    if tl.max(tl.load(deep_ptr + chunk * (2 * R) + tl.arange(0, 2 * R)), 0) > 0:
+        i_chunk, i_head = chunk // H, chunk % H
         start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
         i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
-        rows = tl.arange(0, R)
         cols = tl.program_id(1) * BK + tl.arange(0, BK)
         for first in range(0, 2 * R, R):
-            square = (i_chunk * H + i_head) * (4 * R * R) + first * (2 * R) + first
+            deep = tl.load(deep_ptr + chunk * (2 * R) + first + rows) > 0
+            square = chunk * (4 * R * R) + first * (2 * R) + first
             flipped = square + rows[None, :] * (2 * R) + rows[:, None]
             square = square + rows[:, None] * (2 * R) + rows[None, :]
             g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
@@ -144,7 +141,7 @@ def deep_gradient_kernel(
             dK = tl.zeros((R, BK), ACC)
             dg = tl.zeros((R, BK), ACC)
             dQ, dK, dg = deep_half_gradient(
-                dQ, dK, dg, Q, K, g, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
+                dQ, dK, dg, Q, K, g, deep, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
             )
             if B_WIDTH > 0:
                 B = load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols, True).to(
@@ -152,7 +149,20 @@ def deep_gradient_kernel(
                 )
                 dE = tl.zeros((R, BK), ACC)
                 dE, dK, dg = deep_half_gradient(
-                    dE, dK, dg, B * K, K, g, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC
+                    dE,
+                    dK,
+                    dg,
+                    B * K,
+                    K,
+                    g,
+                    deep,
+                    dT_ptr,
+                    square,
+                    flipped,
+                    rows,
+                    DOT,
+                    PRECISION,
+                    ACC,
                 )
                 dK += dE * B
                 add_gate(db_ptr, dE * K, start, first + rows, length, i_head, H, DK, B_WIDTH, cols)

@@ -1,9 +1,9 @@
-"""Stage three as two kernels: gradients of all operands of a chunk, by the short backward (Eqs. 53–82).
+"""Stage three as three kernels: gradients of all operands of a chunk, by the short backward (Eqs. 53–82).
 
 The first works along the value channels: dZ = Aᵀ dR, dV, dW and the score gradients dA_qk = dO Rᵀ, dT = −dZ Rᵀ. The
-second works along the key channels and turns these into dQ, dK, dB and dg. Gradients of scores pass between them
-through memory, since a product's result must not be transposed in registers (a miscompile of Triton before 3.7.1 on
-Hopper); the second kernel loads them both ways.
+second multiplies by the states at both ends of the chunk. The third works along the key channels and turns all of it
+into dQ, dK, dB and dg. What passes between them goes through memory: together they need more registers than there are,
+and a product's result must not be transposed in registers (a miscompile of Triton before 3.7.1 on Hopper).
 """
 
 import triton
@@ -11,10 +11,11 @@ import triton.language as tl
 
 from gdn2.ops.triton.tiles import (
     DEEP,
+    LIFT,
     decay_sums,
-    half_factors,
     load_rows,
     product,
+    rounded,
     store_rows,
 )
 
@@ -75,182 +76,173 @@ def gradient_values_kernel(
 
 
 @triton.jit
+def gradient_states_kernel(
+    do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, dQ_ptr, dE_ptr, dK_ptr, d_chunk_ptr,
+    start_ptr, length_ptr,
+    H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dQ_γ = dO S₀ᵀ, dĒ = −dZ S₀ᵀ, dK_tail = R dS_Cᵀ [M, H, C, DK] and rowsum(dS_C ⊙ S₀) [M, H, DK] (Eqs. 55–60, 63).
+
+    Grid: (M · H, DK / BK).
+    """
+    i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
+    dtype: tl.constexpr = R_ptr.dtype.element_ty
+    G: tl.constexpr = HV // H
+    chunk = i_chunk * H + i_head
+    rows = tl.arange(0, C)
+    cols = tl.program_id(1) * BK + tl.arange(0, BK)
+    dQ = tl.zeros((C, BK), ACC)
+    dE = tl.zeros((C, BK), ACC)
+    dK = tl.zeros((C, BK), ACC)
+    d_chunk = tl.zeros((BK,), ACC)
+    for i_block in range(0, G * tl.cdiv(DV, BV)):
+        i_group = i_block // tl.cdiv(DV, BV)
+        values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
+        inside = (values < DV)[None, :]
+        column = i_group * DV + values[None, :]
+        state = (chunk * DK + cols[:, None]) * (G * DV) + column
+        state_mask = (cols < DK)[:, None] & inside
+        offset = (chunk * C + rows[:, None]) * (G * DV) + column
+        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
+        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
+        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
+        residual = tl.load(R_ptr + offset, mask=inside, other=0.0)
+        dK += product(residual, tl.trans(dS), dtype, PRECISION, ACC)
+        dO = load_rows(do_ptr, start, rows, length, i_head * G + i_group, HV, DV, values)
+        dQ += product(dO, tl.trans(S), dtype, PRECISION, ACC)
+        if ERASE:
+            dZ = tl.load(dZ_ptr + offset, mask=inside, other=0.0)
+            dE -= product(dZ, tl.trans(S), dtype, PRECISION, ACC)
+    offset = (chunk * C + rows[:, None]) * DK + cols[None, :]
+    inside = (cols < DK)[None, :]
+    tl.store(dQ_ptr + offset, dQ.to(dQ_ptr.dtype.element_ty), mask=inside)
+    tl.store(dK_ptr + offset, dK.to(dK_ptr.dtype.element_ty), mask=inside)
+    if ERASE:
+        tl.store(dE_ptr + offset, dE.to(dE_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_chunk_ptr + chunk * DK + cols, d_chunk, mask=cols < DK)
+
+
+@triton.jit
 def half_gradient(
-    dX, dK, X, K, since, dM_ptr, square, flipped, rows,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    dX, dK, X, K, since, deep, dM_ptr, rows,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add what flows through the strictly lower scores of one half, deep rows left out, for one kind of reader.
 
     Also returns what is still to be summed from each token to the half's end for dg. That sum cancels between rows and
     columns, so both use the same rounded factors: the same products meet twice.
     """
-    row, column, deep = half_factors(X, K, since, DOT)
     earlier = (rows[:, None] > rows[None, :]) & (deep == 0)[:, None]
-    later = (rows[:, None] < rows[None, :]) & (deep == 0)[None, :]
-    d_row = product(tl.where(earlier, tl.load(dM_ptr + square), 0.0), column, DOT, PRECISION, ACC)
-    d_column = product(tl.where(later, tl.load(dM_ptr + flipped), 0.0), row, DOT, PRECISION, ACC)
-    dX += d_row * tl.exp(since)
-    dK += d_column * tl.where(since < -DEEP, 0.0, tl.exp(-since))
-    return dX, dK, d_row * row.to(ACC) - d_column * column.to(ACC)
+    dM = tl.where(earlier, tl.load(dM_ptr), 0.0)
+    row_decay, key_decay = tl.exp(since) * LIFT, tl.where(since < -DEEP, 0.0, tl.exp(-since) / LIFT)
+    row, column = rounded(X * row_decay, HALF), rounded(K * key_decay, HALF)
+    d_row = product(dM, column, ACC, PRECISION, ACC)
+    d_column = product(tl.trans(dM), row, ACC, PRECISION, ACC)
+    return dX + d_row * row_decay, dK + d_column * key_decay, d_row * row - d_column * column
 
 
 @triton.jit
 def gradient_keys_kernel(
-    q_ptr, k_ptr, g_ptr, b_ptr, do_ptr, R_ptr, dZ_ptr, starts_ptr, ends_ptr, dA_qk_ptr, dT_ptr,
+    q_ptr, k_ptr, g_ptr, b_ptr, dQ_ptr, dE_ptr, dK_ptr, d_chunk_ptr, dA_qk_ptr, dT_ptr, deep_ptr,
     dq_ptr, dk_ptr, dg_ptr, db_ptr,
     start_ptr, length_ptr, scale,
-    HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
-    R: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr,
+    DK: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
+    R: tl.constexpr, BK: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dg and dB of one chunk, for BK key channels.
+    """dQ, dK, dg and dB of one half of a chunk, for BK key channels.
 
-    Grid: (M · H, DK / BK). Gradients are per key-side head [L, H, DK]; those of gates of width one are per block of
-    channels [DK / BK, L, H]. The host sums over what an operand was broadcast over.
+    Grid: (2 · M · H, DK / BK). Gradients are per key-side head [L, H, DK]; those of gates of width one are per block of
+    channels [L, H, DK / BK]. The host sums over what an operand was broadcast over.
+    What a gradient does to g is summed from a token to the half's end (through its decay since the half's start), from
+    the half's start to a token (through a key's decay until the half's end), or over the whole half.
     """
-    i_chunk, i_head = tl.program_id(0).to(tl.int64) // H, tl.program_id(0) % H
+    i_half = tl.program_id(0) % 2
+    i_chunk, i_head = (tl.program_id(0) // 2).to(tl.int64) // H, (tl.program_id(0) // 2) % H
     start, length = tl.load(start_ptr + i_chunk), tl.load(length_ptr + i_chunk)
     i_k, i_g, i_b = i_head // (H // HK), i_head // (H // HG), i_head // (H // HB)
-    dtype: tl.constexpr = R_ptr.dtype.element_ty
-    G: tl.constexpr = HV // H
     rows = tl.arange(0, R)
     cols = tl.program_id(1) * BK + tl.arange(0, BK)
-    tile = (i_chunk * H + i_head) * (2 * R)
+    inside = (cols < DK)[None, :]
+    chunk = i_chunk * H + i_head
+    here, there = i_half * R, (1 - i_half) * R  # this half and the other
+    own = (chunk * 2 * R + here + rows[:, None]) * DK + cols[None, :]
+    other = (chunk * 2 * R + there + rows[:, None]) * DK + cols[None, :]
+    square = chunk * (4 * R * R) + rows[:, None] * (2 * R) + rows[None, :]
+    seam = square + R * 2 * R
+    square += here * (2 * R + 1)
 
-    dQ_1 = tl.zeros((R, BK), ACC)
-    dQ_2 = tl.zeros((R, BK), ACC)
-    dK_1 = tl.zeros((R, BK), ACC)
-    dK_2 = tl.zeros((R, BK), ACC)
-    dE_1 = tl.zeros((R, BK), ACC)
-    dE_2 = tl.zeros((R, BK), ACC)
-    d_chunk = tl.zeros((BK,), ACC)
-    for i_block in range(0, G * tl.cdiv(DV, BV)):
-        i_group = i_block // tl.cdiv(DV, BV)
-        i_v = i_head * G + i_group
-        values = (i_block % tl.cdiv(DV, BV)) * BV + tl.arange(0, BV)
-        inside = (values < DV)[None, :]
-        state = (
-            ((i_chunk * H + i_head) * DK + cols[:, None]) * (G * DV)
-            + i_group * DV
-            + values[None, :]
-        )
-        state_mask = (cols < DK)[:, None] & inside
-        S = tl.load(starts_ptr + state, mask=state_mask, other=0.0)
-        dS = tl.load(ends_ptr + state, mask=state_mask, other=0.0)
-        d_chunk += tl.sum(S.to(ACC) * dS.to(ACC), 1)
-        S, dS = tl.trans(S), tl.trans(dS)
-        dO_1 = load_rows(do_ptr, start, rows, length, i_v, HV, DV, values)
-        dO_2 = load_rows(do_ptr, start, R + rows, length, i_v, HV, DV, values)
-        dQ_1 += product(dO_1, S, dtype, PRECISION, ACC)
-        dQ_2 += product(dO_2, S, dtype, PRECISION, ACC)
-        offset = (tile + rows[:, None]) * (G * DV) + i_group * DV + values[None, :]
-        below: tl.constexpr = R * G * DV
-        dK_1 += product(tl.load(R_ptr + offset, mask=inside, other=0.0), dS, dtype, PRECISION, ACC)
-        dK_2 += product(
-            tl.load(R_ptr + offset + below, mask=inside, other=0.0), dS, dtype, PRECISION, ACC
-        )
+    g, since, after = decay_sums(g_ptr, start, rows, here, length, i_g, HG, G_WIDTH, cols, ACC)
+    g_o, since_o, after_o = decay_sums(
+        g_ptr, start, rows, there, length, i_g, HG, G_WIDTH, cols, ACC
+    )
+    total, total_o = tl.sum(g, 0), tl.sum(g_o, 0)
+    K = load_rows(k_ptr, start, here + rows, length, i_k, HK, DK, cols).to(ACC)
+    K_o = load_rows(k_ptr, start, there + rows, length, i_k, HK, DK, cols).to(ACC)
+    Q = load_rows(q_ptr, start, here + rows, length, i_k, HK, DK, cols).to(ACC) * scale
+    dQ = tl.load(dQ_ptr + own, mask=inside, other=0.0).to(ACC)
+    dK = tl.load(dK_ptr + own, mask=inside, other=0.0).to(ACC)
+    d_whole = tl.load(d_chunk_ptr + chunk * DK + cols, mask=cols < DK, other=0.0)
+    d_whole *= tl.exp(total + total_o)
+    if B_WIDTH > 0:
+        B = load_rows(b_ptr, start, here + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
+        dE = tl.load(dE_ptr + own, mask=inside, other=0.0).to(ACC)
+    if (
+        i_half == 0
+    ):  # readers of the second half pass this one on their way to the state, and meet its keys at the seam
+        dK *= tl.exp(after + total_o[None, :])
+        dQ *= tl.exp(since)
+        row = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
+        row *= tl.exp(since_o)
+        d_past = tl.sum(tl.load(dQ_ptr + other, mask=inside, other=0.0).to(ACC) * row, 0)
+        d_column = product(tl.trans(tl.load(dA_qk_ptr + seam)), row, ACC, PRECISION, ACC)
         if B_WIDTH > 0:
-            dE_1 -= product(
-                tl.load(dZ_ptr + offset, mask=inside, other=0.0), S, dtype, PRECISION, ACC
-            )
-            dE_2 -= product(
-                tl.load(dZ_ptr + offset + below, mask=inside, other=0.0), S, dtype, PRECISION, ACC
-            )
+            dE *= tl.exp(since)
+            row = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
+            row *= K_o * tl.exp(since_o)
+            d_past += tl.sum(tl.load(dE_ptr + other, mask=inside, other=0.0).to(ACC) * row, 0)
+            d_column += product(tl.trans(tl.load(dT_ptr + seam)), row, ACC, PRECISION, ACC)
+        d_whole += d_past * tl.exp(total)
+        dK += d_column * tl.exp(after)
+    else:  # keys of the first half pass this one on their way to the state, and meet its readers at the seam
+        dK *= tl.exp(after)
+        column = K_o * tl.exp(after_o)
+        dK_o = tl.load(dK_ptr + other, mask=inside, other=0.0).to(ACC)
+        d_whole += tl.sum(dK_o * column, 0) * tl.exp(total)
+        d_row = product(tl.load(dA_qk_ptr + seam), column, ACC, PRECISION, ACC)
+        dQ = (dQ * tl.exp(total_o)[None, :] + d_row) * tl.exp(since)
+        if B_WIDTH > 0:
+            d_row = product(tl.load(dT_ptr + seam), column, ACC, PRECISION, ACC)
+            dE = (dE * tl.exp(total_o)[None, :] + d_row) * tl.exp(since)
 
-    g_1, since_1, after_1 = decay_sums(g_ptr, start, rows, 0, length, i_g, HG, G_WIDTH, cols, ACC)
-    g_2, since_2, after_2 = decay_sums(g_ptr, start, rows, R, length, i_g, HG, G_WIDTH, cols, ACC)
-    total_1, total_2 = tl.sum(g_1, 0), tl.sum(g_2, 0)
-    d_chunk *= tl.exp(total_1 + total_2)
-    K_1 = load_rows(k_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC)
-    K_2 = load_rows(k_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC)
-    Q_1 = load_rows(q_ptr, start, rows, length, i_k, HK, DK, cols).to(ACC) * scale
-    Q_2 = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
-
-    # through γ: summed from each token back to the chunk's start; through K_tail: from the token to the chunk's end
-    dQ_1 *= tl.exp(since_1)
-    dQ_2 *= tl.exp(since_2 + total_1[None, :])
-    dK_1 *= tl.exp(after_1 + total_2[None, :])
-    dK_2 *= tl.exp(after_2)
-    to_start_1, to_start_2 = dQ_1 * Q_1, dQ_2 * Q_2
-    to_end_1, to_end_2 = dK_1 * K_1, dK_2 * K_2
-    d_before = tl.sum(to_end_1, 0)
-
-    square = tile * (2 * R) + rows[:, None] * (2 * R) + rows[None, :]
-    flipped = tile * (2 * R) + rows[None, :] * (2 * R) + rows[:, None]
-    second: tl.constexpr = R * 2 * R
-    diagonal = rows[:, None] == rows[None, :]
-    d_diagonal_1 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
-    d_diagonal_2 = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square + second + R), 0.0), 1).to(
-        ACC
-    )[:, None]
-
-    # through the seam: rows of the second half, columns of the first
-    column = K_1 * tl.exp(after_1)
-    row_decay = tl.exp(since_2)
-    d_row = product(tl.load(dA_qk_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
-    d_column = product(tl.load(dA_qk_ptr + flipped + second), Q_2 * row_decay, DOT, PRECISION, ACC)
-    dQ_2 += d_row
-    to_seam_2 = d_row * Q_2
-    if B_WIDTH > 0:
-        B_1 = load_rows(b_ptr, start, rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
-        B_2 = load_rows(b_ptr, start, R + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
-        E_1, E_2 = B_1 * K_1, B_2 * K_2
-        dE_1 *= tl.exp(since_1)
-        dE_2 *= tl.exp(since_2 + total_1[None, :])
-        to_start_1 += dE_1 * E_1
-        to_start_2 += dE_2 * E_2
-        d_row = product(tl.load(dT_ptr + square + second), column, DOT, PRECISION, ACC) * row_decay
-        d_column += product(
-            tl.load(dT_ptr + flipped + second), E_2 * row_decay, DOT, PRECISION, ACC
-        )
-        dE_2 += d_row
-        to_seam_2 += d_row * E_2
-    d_column *= tl.exp(after_1)
-    dK_1 += d_column
-    to_end_1 += d_column * K_1
-
-    d_after = tl.sum(to_start_2, 0)
+    deep = tl.load(deep_ptr + chunk * (2 * R) + here + rows)
     strict = (rows[:, None] > rows[None, :]).to(ACC)
-    dg_1 = (
-        tl.dot(strict, to_end_1, input_precision=PRECISION, out_dtype=ACC)
-        + (d_chunk + d_after)[None, :]
+    dg = tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC) + d_whole[None, :]
+    to_start = dQ * Q
+    dQ, dK, more = half_gradient(
+        dQ, dK, Q, K, since, deep, dA_qk_ptr + square, rows, HALF, PRECISION, ACC
     )
-    dg_2 = (
-        tl.dot(strict, to_end_2, input_precision=PRECISION, out_dtype=ACC)
-        + (d_chunk + d_before)[None, :]
-    )
-
-    # inside each half
-    square_2, flipped_2 = square + second + R, flipped + second + R
-    dQ_1, dK_1, back_1 = half_gradient(
-        dQ_1, dK_1, Q_1, K_1, since_1, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
-    )
-    dQ_2, dK_2, back_2 = half_gradient(
-        dQ_2, dK_2, Q_2, K_2, since_2, dA_qk_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
-    )
+    to_start += more
+    diagonal = rows[:, None] == rows[None, :]
+    d_own = tl.sum(tl.where(diagonal, tl.load(dA_qk_ptr + square), 0.0), 1).to(ACC)[:, None]
+    dQ = (dQ + d_own * K) * scale
+    store_rows(dq_ptr, dQ, start, here + rows, length, i_head, H, DK, cols)
+    dK += d_own * Q
     if B_WIDTH > 0:
-        dE_1, dK_1, more = half_gradient(
-            dE_1, dK_1, E_1, K_1, since_1, dT_ptr, square, flipped, rows, DOT, PRECISION, ACC
+        to_start += dE * B * K
+        dE, dK, more = half_gradient(
+            dE, dK, B * K, K, since, deep, dT_ptr + square, rows, HALF, PRECISION, ACC
         )
-        back_1 += more
-        dE_2, dK_2, more = half_gradient(
-            dE_2, dK_2, E_2, K_2, since_2, dT_ptr, square_2, flipped_2, rows, DOT, PRECISION, ACC
-        )
-        back_2 += more
-        dK_1 += dE_1 * B_1
-        dK_2 += dE_2 * B_2
-        store_gate(db_ptr, dE_1 * K_1, start, rows, length, i_head, H, DK, B_WIDTH, cols)
-        store_gate(db_ptr, dE_2 * K_2, start, R + rows, length, i_head, H, DK, B_WIDTH, cols)
-    dg_1 += tl.cumsum(to_start_1 + back_1, 0, reverse=True)
-    dg_2 += tl.cumsum(to_start_2 + to_seam_2 + back_2, 0, reverse=True)
-    dQ_1, dQ_2 = (dQ_1 + d_diagonal_1 * K_1) * scale, (dQ_2 + d_diagonal_2 * K_2) * scale
-    store_rows(dq_ptr, dQ_1, start, rows, length, i_head, H, DK, cols)
-    store_rows(dq_ptr, dQ_2, start, R + rows, length, i_head, H, DK, cols)
-    store_rows(dk_ptr, dK_1 + d_diagonal_1 * Q_1, start, rows, length, i_head, H, DK, cols)
-    store_rows(dk_ptr, dK_2 + d_diagonal_2 * Q_2, start, R + rows, length, i_head, H, DK, cols)
-    store_gate(dg_ptr, dg_1, start, rows, length, i_head, H, DK, G_WIDTH, cols)
-    store_gate(dg_ptr, dg_2, start, R + rows, length, i_head, H, DK, G_WIDTH, cols)
+        to_start += more
+        store_gate(db_ptr, dE * K, start, here + rows, length, i_head, H, DK, B_WIDTH, cols)
+        dK += dE * B
+    store_rows(dk_ptr, dK, start, here + rows, length, i_head, H, DK, cols)
+    dg += tl.cumsum(to_start, 0, reverse=True)
+    store_gate(dg_ptr, dg, start, here + rows, length, i_head, H, DK, G_WIDTH, cols)
 
 
 @triton.jit

@@ -17,9 +17,10 @@ def forward(
     x: Operands, batch: Batch, state: Tensor, keep: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
-    x, table = contiguous(x), chunk_table(x, batch)
-    f = stages.intra(x, table, batch.solve_precision)
-    o, final, _, _ = stages.scan(x, f, table, state.contiguous(), outputs=True, save=False)
+    with torch.cuda.device_of(x.k):  # a launch goes to the current device
+        x, table = contiguous(x), chunk_table(x, batch)
+        f = stages.intra(x, table, batch.solve_precision)
+        o, final, _, _ = stages.scan(x, f, table, state.contiguous(), outputs=True, save=False)
     assert o is not None and final is not None
     return o, final, [t for t in f if t is not None] if keep == "factors" else []
 
@@ -28,12 +29,14 @@ def backward(
     x: Operands, batch: Batch, state: Tensor, saved: list[Tensor], do: Tensor, d_final: Tensor
 ) -> Gradients:
     """Gradients of all operands and of the initial state, from those of output and final state."""
-    x, table = contiguous(x), chunk_table(x, batch)
-    f = restore(saved, x.b is not None) if saved else stages.intra(x, table, batch.solve_precision)
-    _, _, starts, R = stages.scan(x, f, table, state.contiguous(), outputs=False, save=True)
-    assert starts is not None and R is not None
-    dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final.contiguous())
-    grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
+    with torch.cuda.device_of(x.k):
+        x, table = contiguous(x), chunk_table(x, batch)
+        erases, solve = x.b is not None, batch.solve_precision
+        f = restore(saved, erases) if saved else stages.intra(x, table, solve)
+        _, _, starts, R = stages.scan(x, f, table, state.contiguous(), outputs=False, save=True)
+        assert starts is not None and R is not None
+        dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final.contiguous())
+        grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
     return Gradients(*[*grads, d_state])
 
 

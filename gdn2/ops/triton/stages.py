@@ -1,5 +1,6 @@
 """The kernels as functions on tensors: allocation, dtypes and launches."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
-from gdn2.ops.triton.gradient import gradient_keys_kernel, gradient_values_kernel
-from gdn2.ops.triton.launch import launch
+from gdn2.ops.triton.gradient import (
+    gradient_keys_kernel,
+    gradient_states_kernel,
+    gradient_values_kernel,
+)
+from gdn2.ops.triton.launch import Scan, launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
@@ -36,7 +41,7 @@ class Factors(NamedTuple):
     A: Tensor | None  # [M, H, C, C]
     Y: Tensor | None  # [M, H, C, d_k]
     U: Tensor  # [M, H, C, d_v]
-    deep: Tensor  # [M, H] whether a chunk has rows that `deep.py` looks after
+    deep: Tensor  # [M, H, C] which rows `deep.py` looks after
 
 
 def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
@@ -66,9 +71,33 @@ def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:
     }[dtype]
     half = dtype in (torch.float16, torch.bfloat16)
     products = "tf32" if half else "tf32x3"
-    if solve == "ieee" and half:
-        solve = "tf32x3"  # fp32 accuracy on tensor cores, beyond what A keeps when it is rounded
+    if half:
+        solve = "tf32"  # A is rounded to less afterwards
     return {"DOT": operand, "PRECISION": products, "SOLVE": solve, "ACC": accumulate}
+
+
+def signs(size: int, arithmetic: dict[str, object], device: torch.device) -> Tensor:
+    """The matrices of signs that `tiles` numbers, in the dtype in which products take them."""
+    half = arithmetic["DOT"] is tl.bfloat16
+    wide = torch.float64 if arithmetic["ACC"] is tl.float64 else torch.float32
+    # a table first made while a graph is captured would be filled only when the graph runs
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    make = make_signs.__wrapped__ if capturing else make_signs
+    return make(size, torch.bfloat16 if half else wide, device)
+
+
+@cache
+def make_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[5, C, C]; a half's readers are its queries, then its erase rows."""
+    token = torch.arange(size, device=device)
+    matrices = []
+    for here in (0, size // 2):
+        reader = here + token % (size // 2)
+        until = (token > token[:, None]) & (token < here)
+        since = (token >= here) & (token <= token[:, None])
+        matrices.append((token >= here) & (token <= reader[:, None]))
+        matrices.append(until.to(dtype) - since.to(dtype))
+    return torch.stack([m.to(dtype) for m in (*matrices, token > token[:, None])])
 
 
 def block(width: int, most: int) -> int:
@@ -104,7 +133,7 @@ def new_factors(x: Operands, chunks: int, size: int) -> Factors:
         A=None if x.b is None else new(size, size),
         Y=None if x.b is None else new(size, DK),
         U=new(size, width),
-        deep=x.k.new_empty(chunks, H, dtype=torch.int32),
+        deep=x.k.new_empty(chunks, H, size, dtype=torch.int8),
     )
 
 
@@ -117,18 +146,19 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
     E_bar = torch.empty_like(f.Y) if f.Y is not None else None
     arithmetic = precision(x.q.dtype, solve)
     products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
-    how = launch("scores")
+    how = launch("scores", x.k.device)
     BK = block(DK, how.key_block)
-    scores_kernel[(M * H,)](
+    scores_kernel[(2 * M * H,)](
         x.q, x.k, x.g, x.b, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
-        table.start, table.length, x.scale,
-        **sizes(x), R=C // 2, BK=BK, **products, num_warps=how.num_warps, num_stages=how.num_stages,
+        table.start, table.length, signs(C, arithmetic, x.k.device), x.scale,
+        **sizes(x), R=C // 2, BK=BK, **products,
+        num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     deep_scores_kernel[(M * H, 2)](
         x.q, x.k, x.g, x.b, f.A_qk, T, f.deep, table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
-    how = launch("solve")
+    how = launch("solve", x.k.device)
     solve_kernel[(M * H,)](
         x.v, x.w, T, E_bar, f.A, f.Y, f.U, table.start, table.length,
         H=H, HV=x.v.shape[1], DK=DK, DV=x.v.shape[2], W_WIDTH=0 if x.w is None else x.w.shape[2],
@@ -148,7 +178,7 @@ def scan(
     final = torch.empty_like(state) if outputs else None
     starts = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1]) if save else None
     R = torch.empty_like(f.U) if save else None
-    how = launch("scan", DK * x.k.element_size())
+    how = launch("scan", x.k.device, Scan(table.size, DK, x.k.element_size()))
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     scan_kernel[(N * HV, triton.cdiv(DV, BV))](
@@ -170,7 +200,7 @@ def scan_reverse(
     dR = torch.empty_like(f.U)
     ends = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1])
     d_state = torch.empty_like(d_final)
-    how = launch("scan_reverse", DK * x.k.element_size())
+    how = launch("scan_reverse", x.k.device, Scan(table.size, DK, x.k.element_size()))
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     scan_reverse_kernel[(N * HV, triton.cdiv(DV, BV))](
@@ -202,10 +232,10 @@ def gradient(
     scores = torch.float32 if x.q.dtype == torch.float16 else x.q.dtype
     dv = torch.empty_like(x.v)
     dw = x.v.new_empty(0) if x.w is None else torch.empty_like(x.w)
-    dA_qk = x.k.new_empty(M, H, C, C, dtype=scores)
+    dA_qk = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q))
     dT = torch.empty_like(dA_qk) if x.b is not None else None
     dZ = torch.empty_like(dR) if x.b is not None else dR
-    how = launch("gradient_values")
+    how = launch("gradient_values", x.k.device)
     gradient_values_kernel[(M * H,)](
         x.v, x.w, do, f.A, R, dR, dZ, dv, dw, dA_qk, dT, table.start, table.length,
         H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
@@ -214,7 +244,18 @@ def gradient(
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
 
-    how = launch("gradient_keys")
+    how = launch("gradient_states", x.k.device)
+    BK = block(DK, how.key_block)
+    dX = [x.k.new_empty(M, H, C, DK, dtype=scores) for _ in range(3)]
+    d_chunk = x.k.new_empty(M, H, DK, dtype=state_dtype(x.q))
+    gradient_states_kernel[(M * H, triton.cdiv(DK, BK))](
+        do, R, dZ, starts, ends, *dX, d_chunk, table.start, table.length,
+        H=H, HV=x.v.shape[1], DK=DK, DV=DV, C=C, BK=BK, BV=block(DV, how.value_block),
+        ERASE=x.b is not None, PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+
+    how = launch("gradient_keys", x.k.device)
     BK = block(DK, how.key_block)
     blocks, L = triton.cdiv(DK, BK), x.k.shape[0]
 
@@ -230,11 +271,12 @@ def gradient(
 
     dq, dk, dg = new(x.q), new(x.k), new(x.g)
     db = x.k.new_empty(0) if x.b is None else new(x.b)
-    gradient_keys_kernel[(M * H, blocks)](
-        x.q, x.k, x.g, x.b, do, R, dZ, starts, ends, dA_qk, dT, dq, dk, dg, db,
-        table.start, table.length, x.scale,
-        **sizes(x), HV=x.v.shape[1], DV=DV, R=C // 2, BK=BK, BV=block(DV, how.value_block),
-        **products, num_warps=how.num_warps, num_stages=how.num_stages,
+    gradient_keys_kernel[(2 * M * H, blocks)](
+        x.q, x.k, x.g, x.b, *dX, d_chunk, dA_qk, dT, f.deep, dq, dk, dg, db,
+        table.start, table.length, x.scale, **sizes(x), R=C // 2, BK=BK,
+        HALF=x.q.dtype in (torch.float16, torch.bfloat16),
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     deep_gradient_kernel[(M * H, blocks)](
         x.q, x.k, x.g, x.b, dA_qk, dT, f.deep, dq, dk, dg, db, table.start, table.length, x.scale,

@@ -1,17 +1,21 @@
 """What the kernels share: loads of packed tokens, sums of log-decays, triangular products.
 
-A chunk is handled as two halves of R = C/2 tokens, the top level of `gdn2.ops.halving`: rows of the second half meet
-columns of the first at the seam, with both exponents at most zero. Inside a half, rows and columns are
-measured from the half's start. A row's exponent is at most zero, a column's at least zero: exact as long as it is
-finite. Rows where some channel has decayed by more than `DEEP` are left out there and take the halving down to single
-tokens instead, in kernels of their own (`deep.py`). That choice looks at tokens up to the row only, so nothing in the
-future moves a bit of the past.
+A chunk is handled as two halves of R = C/2 tokens. The readers of a half, its queries and its erase rows, are stacked
+into one tile of C rows and measured from the half's start. Keys before it meet them there with exponents at most
+zero; keys inside have exponents of at least zero, exact as long as they are finite. Rows where some channel has decayed
+by more than `DEEP` are left out inside their half and take the halving down to single tokens instead, in kernels of
+their own (`deep.py`). That choice looks at tokens up to the row only, so nothing in the future moves a bit of the past.
+
+In the scores all sums of log-decays are products with matrices of signs: tensor cores do them beside the other
+products, without passing tiles between warps.
 """
 
 import triton
 import triton.language as tl
 
-DEEP = tl.constexpr(80.0)  # exp(80) times a key of up to 6000 is finite in fp32 and bf16
+DEEP = tl.constexpr(80.0)  # exp(80) is finite in fp32 and bf16
+# about exp(40): moves factors between exp(-80) and 1, and between 1 and exp(80), to the middle of the range
+LIFT = tl.constexpr(2.0**58)
 
 
 @triton.jit
@@ -55,45 +59,109 @@ def product(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
+def split(X):
+    """The upper half of the bits of X as bf16, and what is left of X: no rounding, and no conversion unit."""
+    bits = X.to(tl.int32, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, X - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(X, HALF: tl.constexpr):
+    """X rounded to the bits that tf32 products take, where the operands are half precision."""
+    if HALF:
+        bits = X.to(tl.int32, bitcast=True) + 4096
+        X = (bits & -8192).to(tl.float32, bitcast=True)
+    return X
+
+
+@triton.jit
+def sums(signs, g, DOT: tl.constexpr, ACC: tl.constexpr):
+    """Signs times log-decays, to all bits of fp32 with DOT bf16 (three times 8), to 22 otherwise."""
+    if DOT == tl.bfloat16:
+        high, rest = split(g)
+        low, rest = split(rest)
+        total = tl.dot(signs, high, tl.dot(signs, low, tl.dot(signs, split(rest)[0])))
+    else:
+        total = tl.dot(signs, g, input_precision="tf32x3", out_dtype=ACC)
+    return total
+
+
+@triton.jit
+def precise(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """X Y, where both have more bits than bf16 holds: to 16 bits with DOT bf16."""
+    if DOT == tl.bfloat16:
+        X_high, X_rest = split(X)
+        Y_high, Y_rest = split(Y)
+        total = tl.dot(X_high, split(Y_rest)[0], tl.dot(split(X_rest)[0], Y_high))
+        total = tl.dot(X_high, Y_high, total)
+    else:
+        total = tl.dot(X.to(DOT), Y.to(DOT), input_precision=PRECISION, out_dtype=ACC)
+    return total
+
+
+@triton.jit
 def decay_sums(
-    g_ptr,
-    start,
-    rows,
-    first,
-    length,
-    i_head,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    cols,
+    g_ptr, start, rows, first, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     """Log-decays of a half and their sums since its start (own included) and after each token until its end.
 
     The second is a reverse sum of the rows below, not a difference, so nothing cancels.
     """
     R: tl.constexpr = rows.shape[0]
-    g = load_rows(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
-    # the row below, or nothing for the half's last row
-    below = load_rows(
-        g_ptr,
-        start,
-        first + rows + 1,
-        tl.minimum(length, first + R),
-        i_head,
-        HEADS,
-        WIDTH,
-        cols,
-        True,
-    ).to(ACC)
+    here = first + rows
+    end = tl.minimum(length, first + R)  # the half's last row has none below
+    g = load_rows(g_ptr, start, here, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
+    below = load_rows(g_ptr, start, here + 1, end, i_head, HEADS, WIDTH, cols, True).to(ACC)
     return g, tl.cumsum(g, 0), tl.cumsum(below, 0, reverse=True)
 
 
 @triton.jit
-def half_factors(X, K, since, DOT: tl.constexpr):
-    """Rows and columns of one half measured from its start, rounded, and which rows are deep."""
-    deep = tl.min(since, 1) < -DEEP
-    column = tl.where(since < -DEEP, 0.0, tl.exp(-since)) * K
-    return (X * tl.exp(since)).to(DOT), column.to(DOT), deep
+def load_decays(
+    g_ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Log-decays of the tokens of a chunk."""
+    g = load_rows(g_ptr, start, rows, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
+    return tl.maximum(g, -1e30)  # nothing times minus infinity is not a number
+
+
+# Matrices of signs [C, C], made by `stages.signs`: READER and KEY for each half, then LATER.
+READER = tl.constexpr(0)  # g that a reader's decay since its half's start sums
+KEY = tl.constexpr(1)  # g that a key's exponent at the start of the half sums
+PER_HALF = tl.constexpr(2)
+LATER = tl.constexpr(4)  # g after a token, until the chunk's end
+
+
+@triton.jit
+def load_signs(ptr, which, rows, cols, C: tl.constexpr):
+    """One matrix of signs, or its first rows or columns."""
+    return tl.load(ptr + which * (C * C) + rows[:, None] * C + cols[None, :])
+
+
+@triton.jit
+def key_decay(exponent, tokens, here, R: tl.constexpr):
+    """Factor of the keys at the start of a half, lowered; zero for later keys, and where no row needs it."""
+    known = (tokens < here + R)[:, None] & (exponent <= DEEP)
+    return tl.where(known, tl.exp(exponent), 0.0) / LIFT
+
+
+@triton.jit
+def load_readers(
+    q_ptr, k_ptr, b_ptr, start, token, erase, length, i_k, i_b, scale,
+    HK: tl.constexpr, HB: tl.constexpr, DK: tl.constexpr, B_WIDTH: tl.constexpr, cols,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Readers of one half stacked, queries above erase rows."""
+    queries = tl.where(erase, length, token)  # rows past the end load as zero
+    X = load_rows(q_ptr, start, queries, length, i_k, HK, DK, cols).to(ACC) * scale
+    if B_WIDTH > 0:
+        erased = tl.where(erase, token, length)
+        E = load_rows(k_ptr, start, erased, length, i_k, HK, DK, cols).to(ACC)
+        E *= load_rows(b_ptr, start, erased, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
+        X += E
+    return X
 
 
 @triton.jit

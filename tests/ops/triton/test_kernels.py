@@ -97,7 +97,7 @@ class Literal:
         gamma = g.cumsum(-2).exp()
         self.Q_gamma, self.K_tail, self.gamma_C = Q * gamma, K * D[..., -1, :, :], gamma[..., -1, :]
         self.A_qk = torch.einsum("mhrc,mhrsc,mhsc->mhrs", Q, D, K)
-        self.deep = (g.unflatten(-2, (2, -1)).cumsum(-2) < -80).flatten(2).any(-1).int()
+        self.deep = (g.unflatten(-2, (2, -1)).cumsum(-2) < -80).flatten(2, 3).any(-1).char()
         self.Z = self.U = self.load_values(x.v if x.w is None else x.v * x.w)
         if x.b is not None:
             E = self.load_keys(x.b) * K
@@ -266,10 +266,11 @@ def test_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of values and scores, then of all operands."""
     by_hand = literal(case)
     x, f, table = by_hand.given()
+    states = spy(monkeypatch, "gradient_states_kernel")
     keys = spy(monkeypatch, "gradient_keys_kernel")
     tiles = (by_hand.starts, by_hand.R, by_hand.d_ends, by_hand.dR)
     grads = stages.gradient(x, f, table, by_hand.do, *map(by_hand.rows, tiles))
-    assert_close("dZ", keys.seen["dZ_ptr"][:-1], by_hand.dZ[:-1], EXACT)
+    assert_close("dZ", states.seen["dZ_ptr"][:-1], by_hand.dZ[:-1], EXACT)
     assert_close("dA_qk", keys.seen["dA_qk_ptr"][:-1].tril(), by_hand.dA_qk[:-1].tril(), EXACT)
     if x.b is not None:
         assert_close("dT", keys.seen["dT_ptr"][:-1].tril(-1), by_hand.dT[:-1].tril(-1), EXACT)
