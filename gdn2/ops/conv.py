@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from gdn2.ops.conv_op import convolve, convolve_step, kernels_take
+from gdn2.ops.norm import L2_EPS, l2_normalize
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_ids
 
 Activation = Literal["silu"] | None
+FEW_TOKENS = 16  # of a step in place, which one program holds
 
 
 def short_convolution(
@@ -22,6 +25,7 @@ def short_convolution(
     bias: Tensor | None = None,
     *,
     activation: Activation = None,
+    l2_width: int | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -29,18 +33,23 @@ def short_convolution(
     """Return y_t = act(bias + Σ_i weight_i ⊙ x_{t-width+1+i}), shaped as x, and the final state.
 
     x is [batch, length, channels]; the last tap of weight [channels, width] meets the current
-    token. Sums are fp32 (fp64 for fp64 x). The state has the dtype of the initial one, or of x.
+    token. With `l2_width` each head of so many channels of y is divided as by `l2_normalize`. Sums
+    are fp32 (fp64 for fp64 x). The state has the dtype of the initial one, or of x.
     """
-    _check(x, weight, bias, activation)
+    _check(x, weight, bias, activation, l2_width)
     batch, length, channels = x.shape
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch, length, x.device)
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = initial_state
-    if state is None:
-        state = x.new_zeros(count, channels, weight.shape[1] - 1)
-    check_operand("initial_state", state, (count, channels, weight.shape[1] - 1), x.device)
+    shape = (count, channels, weight.shape[1] - 1)
+    if initial_state is not None:
+        check_operand("initial_state", initial_state, shape, x.device)
 
+    if kernels_take(x, weight, bias, initial_state, l2_width):
+        options = (activation == "silu", l2_width, L2_EPS, output_final_state)
+        y, final = convolve(x, weight, bias, initial_state, cu_seqlens, *options)
+        return y, final if output_final_state else None
+    state = x.new_zeros(shape) if initial_state is None else initial_state
     if cu_seqlens is None:
         stream = torch.cat([state.mT, x], dim=1)
         y = _convolve(stream, weight, bias, activation)
@@ -49,6 +58,8 @@ def short_convolution(
         stream, outputs, ends = _interleave(state, x, cu_seqlens)
         y = _convolve(stream, weight, bias, activation).index_select(1, outputs)
         last = stream[0, ends]
+    if l2_width is not None:
+        y = l2_normalize(y.unflatten(-1, (-1, l2_width))).flatten(-2)
     final_state = last.mT.to(state.dtype).contiguous() if output_final_state else None
     return y.to(x.dtype), final_state
 
@@ -59,6 +70,7 @@ def short_convolution_step(
     bias: Tensor | None = None,
     *,
     activation: Activation = None,
+    l2_width: int | None = None,
     state: Tensor,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -66,18 +78,45 @@ def short_convolution_step(
 
     The arithmetic is that of `short_convolution`, so that decoding repeats what training computed.
     """
-    _check(x, weight, bias, activation)
+    _check(x, weight, bias, activation, l2_width)
     check_operand("state", state, (x.shape[0], x.shape[2], weight.shape[1] - 1), x.device)
     if inplace and state.is_leaf and state.requires_grad and torch.is_grad_enabled():
         raise ValueError("inplace is True for a state that requires grad, expected False")
+    few = x.shape[1] <= FEW_TOKENS and not _differentiable(x, weight, bias, state)
+    if inplace and few and _apart(state) and kernels_take(x, weight, bias, state, l2_width):
+        options = (activation == "silu", l2_width, L2_EPS)
+        return convolve_step(x, weight, bias, state, *options), state
     y, new = short_convolution(
-        x, weight, bias, activation=activation, initial_state=state, output_final_state=True
+        x,
+        weight,
+        bias,
+        activation=activation,
+        l2_width=l2_width,
+        initial_state=state,
+        output_final_state=True,
     )
     assert new is not None
     return y, state.copy_(new) if inplace else new
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:
+def _differentiable(*operands: Tensor | None) -> bool:
+    """Whether gradients of any of them may be asked for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+
+
+def _apart(state: Tensor) -> bool:
+    """Whether the state of each sequence is one piece of memory of its own."""
+    sequences, channels, past = state.shape
+    return state[:1].is_contiguous() and (sequences < 2 or state.stride(0) >= channels * past)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    l2_width: int | None,
+) -> None:
     if x.ndim != 3 or x.dtype not in FLOATS:
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, expected floating point [batch, length, channels]"
@@ -92,6 +131,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activatio
         check_operand("bias", bias, (channels,), x.device)
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {activation!r}, expected None or 'silu'")
+    if l2_width is not None and (l2_width < 1 or channels % l2_width):
+        raise ValueError(f"l2_width is {l2_width}, expected a divisor of the {channels} channels")
 
 
 def _interleave(state: Tensor, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +158,15 @@ def _interleave(state: Tensor, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, T
 def _convolve(
     stream: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
 ) -> Tensor:
-    """Return act(bias + the convolution without padding) [batch, rows - width + 1, channels]."""
+    """Return act(bias + the convolution without padding) [batch, rows - width + 1, channels].
+
+    It is as wide as the sums.
+    """
     dtype = torch.promote_types(stream.dtype, torch.float32)
     taps = weight.to(dtype).mT.contiguous()
     offset = None if bias is None else bias.to(dtype)
+    if not _differentiable(stream, taps, offset):  # autograd would take longer than a decoded token
+        return _Convolution.forward(stream, taps, offset, activation)
     y: Tensor = _Convolution.apply(stream, taps, offset, activation)  # type: ignore[no-untyped-call]
     return y
 
@@ -146,7 +192,7 @@ class _Convolution(torch.autograd.Function):
         stream: Tensor, taps: Tensor, bias: Tensor | None, activation: Activation
     ) -> Tensor:
         y = _sum_taps(stream.to(taps.dtype), taps, bias)
-        return (silu(y) if activation == "silu" else y).to(stream.dtype)
+        return silu(y) if activation == "silu" else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -156,7 +202,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         stream, taps, bias = ctx.saved_tensors
-        x, dy = stream.to(taps.dtype), dy.to(taps.dtype)
+        x = stream.to(taps.dtype)
         if ctx.activation == "silu":
             dy = torch.ops.aten.silu_backward(dy, _sum_taps(x, taps, bias))
         windows = [slice(i, i + dy.shape[1]) for i in range(len(taps))]

@@ -11,17 +11,21 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as _rms_norm
 from torch.nn.functional import silu
 
+from gdn2.ops.norm_op import kernels_take, normalize
 from gdn2.ops.packing import FLOATS, check_operand
 
 GateActivation = Literal["silu", "sigmoid"]
+L2_EPS = 1e-6
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid}
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return x / sqrt(mean x² + eps) ⊙ weight, shaped as x; weight is [channels]."""
-    wide = _widen(x, weight, eps)
-    return _normalize(wide, weight, eps).to(x.dtype)
+    _check(x, weight, eps)
+    if kernels_take(x, None, weight):
+        return normalize(x, None, weight, eps, False, False)[0]
+    return _normalize(_widen(x), weight, eps).to(x.dtype)
 
 
 def gated_rms_norm(
@@ -37,22 +41,26 @@ def gated_rms_norm(
 
     The delta family normalises each head and then gates; Mamba-2 gates and then normalises.
     """
-    wide = _widen(x, weight, eps)
+    _check(x, weight, eps)
     check_operand("gate", gate, tuple(x.shape), x.device)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, expected one of {list(_ACTIVATIONS)}")
+    if kernels_take(x, gate, weight):
+        return normalize(x, gate, weight, eps, activation == "silu", gate_first)[0]
+    wide = _widen(x)
     gain = _ACTIVATIONS[activation](gate.to(wide.dtype))
     if gate_first:
         return _normalize(wide * gain, weight, eps).to(x.dtype)
     return (_normalize(wide, weight, eps) * gain).to(x.dtype)
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = L2_EPS) -> Tensor:
     """Return x / sqrt(Σ x² + eps), shaped as x.
 
     With eps inside the root a row of zeros gives zeros and the finite gradient dy / sqrt(eps).
     """
-    wide = _widen(x, None, eps)
+    _check(x, None, eps)
+    wide = _widen(x)
     return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -60,8 +68,12 @@ def _normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
-def _widen(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Check the operands and return x in the dtype to compute in."""
+def _widen(x: Tensor) -> Tensor:
+    """Return x in the dtype to compute in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check(x: Tensor, weight: Tensor | None, eps: float) -> None:
     if x.ndim < 1 or x.dtype not in FLOATS:
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, expected floating point [..., channels]"
@@ -70,4 +82,3 @@ def _widen(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         check_operand("weight", weight, (x.shape[-1],), x.device)
     if not eps > 0:
         raise ValueError(f"eps is {eps}, expected more than 0")
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -18,10 +18,11 @@ from gdn2.ops.arguments import (
     new_state,
     require,
 )
-from gdn2.ops.backends import choose
+from gdn2.ops.backends import choose, why_not
 from gdn2.ops.chunk_op import chunk_forward
 from gdn2.ops.packing import check_cu_seqlens, sequence_lengths
 from gdn2.ops.reference import packed_token_loop, token_loop
+from gdn2.ops.step_op import step, step_inplace
 
 
 def gated_delta_rule(
@@ -108,10 +109,21 @@ def gated_delta_step(
     """Decode one token or a few [B, T, …] from `state`; returns output and new state.
 
     Operands as in `gated_delta_rule`. With `inplace` the given state is overwritten and returned, which gradients
-    do not survive.
+    do not survive. On a GPU it is one kernel, which looks at no values; where gradients are needed, and elsewhere, it
+    is the token loop.
     """
     check_operands(q, k, v, g, b, w)
     check_state("state", state, q.shape[0], q, v)
+    sizes = zip(state.shape, state.stride(), strict=True)
+    shared = inplace and any(size > 1 and stride == 0 for size, stride in sizes)
+    require(not shared, "state", "an expanded tensor", "its own memory for each entry to overwrite")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    with exact_products(q.device), torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
-        return token_loop(q, k, v, g, b, w, scale, state, inplace)
+    recorded = torch.is_grad_enabled() and not inplace
+    operands = [x for x in (q, k, v, g, b, w, state) if x is not None]
+    differentiable = recorded and any(x.requires_grad for x in operands)
+    with exact_products(q.device), torch.set_grad_enabled(recorded):
+        if differentiable or why_not("triton", q.device, q.dtype, ("step",)) is not None:
+            return token_loop(q, k, v, g, b, w, scale, state, inplace)
+        if inplace:
+            return step_inplace(q, k, v, g, b, w, scale, state), state
+        return step(q, k, v, g, b, w, scale, state)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from gdn2.ops import conv
 from gdn2.ops.conv import Activation, short_convolution, short_convolution_step
 from tests.closeness import assert_close
 
@@ -93,6 +94,50 @@ def test_packed_equals_the_loop(lengths: list[int], width: int) -> None:
     compare(make(1, sum(lengths), 3), lengths, width, width == 4, "silu", packed=True)
 
 
+@pytest.mark.parametrize("lengths", [None, [0, 4, 1]])
+@pytest.mark.parametrize("l2_width", [1, 3, 6])
+def test_heads_are_normalised(l2_width: int, lengths: list[int] | None) -> None:
+    """Each by its own norm, after the activation; a head of zeros stays zero and has finite gradients."""
+    x, weight = make(1, 5, 6), make(6, 2)
+    x[:, 1:4, :l2_width] = 0
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    cu_seqlens = None if lengths is None else offsets(lengths)
+    y, _ = short_convolution(x, weight, activation="silu", l2_width=l2_width, cu_seqlens=cu_seqlens)
+    plain, _ = short_convolution(x, weight, activation="silu", cu_seqlens=cu_seqlens)
+    heads = plain.split(l2_width, -1)
+    squares = [(head * head).sum(-1, keepdim=True) for head in heads]
+    expected = torch.cat([h / (s + 1e-6).sqrt() for h, s in zip(heads, squares, strict=True)], -1)
+    assert_close("y", y, expected, EXACT)
+    assert torch.equal(y[:, 2:4, :l2_width], torch.zeros(1, 2, l2_width, dtype=torch.float64))
+    dy = make(*y.shape, seed=1)
+    actual = torch.autograd.grad(y, (x, weight), dy)
+    for name, a, b in zip(
+        ("x", "weight"), actual, torch.autograd.grad(expected, (x, weight), dy), strict=True
+    ):
+        assert_close(f"gradient of {name}", a, b, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_normalised_heads_round_once(dtype: torch.dtype) -> None:
+    x, weight = make(2, 9, 6, dtype=dtype), make(6, 4, dtype=dtype)
+    y, _ = short_convolution(x, weight, activation="silu", l2_width=3)
+    wide, _ = short_convolution(x.float(), weight.float(), activation="silu", l2_width=3)
+    assert torch.equal(y, wide.to(dtype))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_steps_normalise_heads(inplace: bool) -> None:
+    x, weight = make(2, 4, 6), make(6, 3)
+    whole, _ = short_convolution(x, weight, activation="silu", l2_width=2)
+    state, outputs = torch.zeros(2, 6, 2, dtype=torch.float64), []
+    for token in x.split(1, 1):
+        y, state = short_convolution_step(
+            token, weight, activation="silu", l2_width=2, state=state, inplace=inplace
+        )
+        outputs.append(y)
+    assert_close("y", torch.cat(outputs, 1), whole, EXACT)
+
+
 def test_taps_are_those_of_conv1d() -> None:
     x, weight, bias = make(2, 63, 7), make(7, 4), make(7)
     padded = F.pad(x.mT, (3, 0))
@@ -159,6 +204,18 @@ def test_prefill_and_steps_equal_the_whole(split: int, inplace: bool) -> None:
         state = after
     assert_close("y", torch.cat(outputs, dim=1), whole, EXACT)
     assert torch.equal(state, last)
+
+
+def test_what_needs_no_gradient_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = make(2, 5, 6), make(6, 4), make(6).requires_grad_()
+    recorded, _ = short_convolution(x, weight, bias, activation="silu")
+    assert recorded.requires_grad
+    monkeypatch.delattr(conv._Convolution, "setup_context")
+    monkeypatch.delattr(conv._Convolution, "backward")
+    with torch.no_grad():
+        assert torch.equal(short_convolution(x, weight, bias, activation="silu")[0], recorded)
+    detached, _ = short_convolution(x, weight, bias.detach(), activation="silu")
+    assert torch.equal(detached, recorded) and not detached.requires_grad
 
 
 def test_steps_carry_gradients() -> None:
@@ -289,6 +346,9 @@ X, WEIGHT, META = torch.zeros(2, 5, 3), torch.zeros(3, 4), torch.device("meta")
         ({"bias": torch.zeros(4)}, r"^bias is .* \(4,\) .* expected floating point \(3,\)"),
         ({"bias": torch.zeros(3, device=META)}, r"^bias is .* on meta"),
         ({"activation": "gelu"}, r"^activation is 'gelu', expected None or 'silu'"),
+        ({"l2_width": 2}, r"^l2_width is 2, expected a divisor of the 3 channels"),
+        ({"l2_width": 0}, r"^l2_width is 0, expected a divisor of the 3 channels"),
+        ({"l2_width": -3}, r"^l2_width is -3, expected a divisor"),
         ({"initial_state": torch.zeros(2, 3, 4)}, r"^initial_state .* expected .* \(2, 3, 3\)"),
         ({"initial_state": torch.zeros(1, 3, 3)}, r"^initial_state is .* \(1, 3, 3\)"),
         ({"initial_state": torch.zeros(2, 3, 3).long()}, r"^initial_state is torch\.int64"),
@@ -319,3 +379,5 @@ def test_bad_states_of_a_step_are_named() -> None:
         short_convolution_step(X, WEIGHT, state=leaf[..., 1:])
     with pytest.raises(ValueError, match=r"^x is .* \(5, 3\), expected"):
         short_convolution_step(X[0], WEIGHT, state=leaf)
+    with pytest.raises(ValueError, match=r"^l2_width is 2, expected a divisor of the 3 channels"):
+        short_convolution_step(X, WEIGHT, l2_width=2, state=leaf)

@@ -148,3 +148,18 @@ def test_a_wrong_state_is_named(state: Tensor, message: str) -> None:
     x = tokens(operands(Case(T=1, dtype=torch.float32)))
     with pytest.raises(ValueError, match=f"^state: got {message}"):
         step(x, state)
+
+
+def test_an_expanded_state_is_read_but_not_overwritten() -> None:
+    """Its entries share memory."""
+    x = operands(Case(T=1, dtype=torch.float32))
+    one = x["initial_state"][:1]
+    _, state = step(tokens(x), one.expand(2, -1, -1, -1))
+    _, expected = step(tokens(x), one.repeat(2, 1, 1, 1))
+    assert torch.equal(state, expected)
+    kept = one.clone()
+    with pytest.raises(
+        ValueError, match=r"^state: got an expanded tensor, expected its own memory"
+    ):
+        step(tokens(x), one.expand(2, -1, -1, -1), inplace=True)
+    assert torch.equal(one, kept)

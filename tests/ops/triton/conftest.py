@@ -19,6 +19,7 @@ from torch import Tensor
 
 VARIABLE = "TRITON_INTERPRET"
 INTERPRET = os.environ.get(VARIABLE) == "1" or not torch.cuda.is_available()
+KERNELS = [f"gdn2.ops.triton.{name}" for name in ("stages", "step", "conv_launch", "norm")]
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
@@ -27,7 +28,8 @@ def import_interpreted() -> None:
     """Import the kernels as interpreted functions, and make those of Triton's library such."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "1")
-        import_module("gdn2.ops.triton.pipeline")
+        for module in KERNELS:
+            import_module(module)
     from triton import language  # noqa: PLC0415 (optional dependency)
     from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415
     from triton.runtime.jit import JITFunction  # noqa: PLC0415
@@ -49,9 +51,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip(f"a GPU is here; set {VARIABLE}=1 to run the interpreter all the same")
     from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415
 
-    stages = import_module("gdn2.ops.triton.stages")
-    kernels = [f for name, f in vars(stages).items() if name.endswith("_kernel")]
-    assert kernels and all(isinstance(f, InterpretedFunction) for f in kernels)
+    for module in KERNELS:
+        kernels = [f for n, f in vars(import_module(module)).items() if n.endswith("_kernel")]
+        assert kernels and all(isinstance(f, InterpretedFunction) for f in kernels)
     monkeypatch.setenv(VARIABLE, "1")
     with np.errstate(over="ignore"):
         yield

@@ -1,0 +1,162 @@
+"""The kernels beside the operator's own, each compared with its torch twin in fp64 on the CPU, on the same operands."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn2.ops.conv import short_convolution, short_convolution_step
+from gdn2.ops.conv_op import convolve, convolve_step
+from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
+from gdn2.ops.norm_op import normalize
+from gdn2.ops.reference import token_loop
+from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
+from gdn2.ops.triton.step import TILES, step
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
+Call = Callable[..., Sequence[Tensor]]
+TOKENS = 2  # of a decode step
+LENGTHS = (1, 2, 67)
+CHANNELS, HEAD = 256, 128
+MODEL = 2304
+RMS_EPS = 1e-5
+STEP = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(HEAD, HEAD))
+
+
+def check_step(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Output and state of a few tokens (Eqs. 9, 10) in place, by every tile that decoding may choose."""
+    drawn = make_operands(STEP, dtype)
+    state = drawn.pop("initial_state")
+    x = [drawn[name][:, :TOKENS] for name in "qkvgbw"]
+    scale = HEAD**-0.5
+    exact: list[Any] = [*(t.double() for t in x), scale, state.double()]
+    right = token_loop(*exact)
+    found: Pairs = {}
+    for _, tile in TILES:
+        S = state.to(device, copy=True)
+        given: list[Any] = [*(t.to(device) for t in x), scale, S, S, tile]
+        o = step(*given)
+        how = f"{tile.value_block} channels by {tile.num_warps} warps"
+        found |= {f"o, {how}": (o, right[0]), f"S, {how}": (S, right[1])}
+    return found
+
+
+def check_conv(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Packed sequences and a step, with activation and normalised heads, and with neither."""
+    checks = (check_convolution, check_convolution_step)
+    return {
+        f"{name}{' of heads' if l2_width else ''}": pair
+        for l2_width in (HEAD, None)
+        for check in checks
+        for name, pair in check(l2_width, device, dtype).items()
+    }
+
+
+def check_convolution(l2_width: int | None, device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Output, final state and all gradients."""
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    silu = l2_width is not None
+
+    def kernel(**x: Tensor) -> tuple[Tensor, Tensor]:
+        options = (silu, l2_width, L2_EPS, True)
+        return convolve(*x.values(), cu_seqlens.to(device), *options)
+
+    def twin(**x: Tensor) -> tuple[Tensor, Tensor]:
+        y, final = short_convolution(
+            **x,
+            activation="silu" if silu else None,
+            l2_width=l2_width,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+        assert final is not None
+        return y, final
+
+    shapes = convolution_shapes(1, sum(LENGTHS), len(LENGTHS))
+    return compare(kernel, twin, draw(shapes, dtype), ("y", "final state"), device)
+
+
+def check_convolution_step(l2_width: int | None, device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Output and state of a few tokens in place."""
+    silu = l2_width is not None
+    x, weight, bias, state = draw(convolution_shapes(3, TOKENS, 3), dtype).values()
+    given = state.to(device, copy=True)
+    on_device = (t.to(device) for t in (x, weight, bias))
+    y = convolve_step(*on_device, given, silu, l2_width, L2_EPS)
+    right_y, right_state = short_convolution_step(
+        *(t.double() for t in (x, weight, bias)),
+        activation="silu" if silu else None,
+        l2_width=l2_width,
+        state=state.double(),
+    )
+    return {"y of a step": (y, right_y), "state of a step": (given, right_state)}
+
+
+def convolution_shapes(batch: int, length: int, states: int) -> dict[str, tuple[int, ...]]:
+    """Of all operands, in the order of the arguments."""
+    return {
+        "x": (batch, length, CHANNELS),
+        "weight": (CHANNELS, 4),
+        "bias": (CHANNELS,),
+        "initial_state": (states, CHANNELS, 3),
+    }
+
+
+def check_norm(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Outputs and gradients: of heads that are gated, of rows that are gated first, and of plain ones."""
+
+    def kernel_of(silu: bool, gate_first: bool) -> Call:
+        def kernel(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> list[Tensor]:
+            return [normalize(x, gate, weight, RMS_EPS, silu, gate_first)[0]]
+
+        return kernel
+
+    def gated(x: Tensor, weight: Tensor, gate: Tensor) -> list[Tensor]:
+        return [gated_rms_norm(x, gate, weight, RMS_EPS)]
+
+    def gate_first(x: Tensor, weight: Tensor, gate: Tensor) -> list[Tensor]:
+        return [gated_rms_norm(x, gate, weight, RMS_EPS, activation="sigmoid", gate_first=True)]
+
+    def plain(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [rms_norm(x, weight, RMS_EPS)]
+
+    cases = (
+        ("gated", kernel_of(True, False), gated, (67, HEAD)),
+        ("gated first", kernel_of(False, True), gate_first, (5, MODEL)),
+        ("plain", kernel_of(False, False), plain, (5, MODEL)),
+    )
+    found: Pairs = {}
+    for name, kernel, twin, shape in cases:
+        shapes = {"x": shape, "weight": shape[1:]} | ({} if twin is plain else {"gate": shape})
+        pairs = compare(kernel, twin, draw(shapes, dtype), ("y",), device)
+        found |= {f"{quantity}, {name}": pair for quantity, pair in pairs.items()}
+    return found
+
+
+def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Seeded operands on the CPU, rounded to the dtype."""
+    rand = torch.Generator().manual_seed(0)
+    return {n: torch.randn(shape, generator=rand).to(dtype) for n, shape in shapes.items()}
+
+
+def compare(
+    kernel: Call,
+    twin: Call,
+    operands: dict[str, Tensor],
+    outputs: Sequence[str],
+    device: torch.device,
+) -> Pairs:
+    """What a kernel on the device and its twin in fp64 give: outputs, and the gradients of all operands."""
+    actual = differentiate(kernel, {n: t.to(device) for n, t in operands.items()})
+    right = differentiate(twin, {n: t.double() for n, t in operands.items()})
+    names = (*outputs, *(f"d{n}" for n in operands))
+    return dict(zip(names, zip(actual, right, strict=True), strict=True))
+
+
+def differentiate(call: Call, operands: dict[str, Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients of a random loss of them."""
+    leaves = {n: t.detach().requires_grad_() for n, t in operands.items()}
+    outputs = call(**leaves)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), loss_weights(*outputs))
+    return [*outputs, *grads]

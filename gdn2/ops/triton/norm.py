@@ -1,0 +1,173 @@
+"""RMS normalisation, with or without a gate, as kernels, and their launches (`gdn2.ops.norm`).
+
+A program holds whole rows: a few of them where rows are heads, one where they are as wide as a model.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Not measured yet. Elements of a tile, its most rows, and warps per program by the columns of a tile.
+TILE = 4096
+MOST_ROWS = 64
+# Programs of the backward, each with a partial sum of the weight's gradient; more tiles than that are looped over.
+PROGRAMS = 1024
+
+
+def warps(cols: int) -> int:
+    """Four, and more where a row alone has over 32 elements a thread."""
+    return min(16, max(4, cols // 1024))
+
+
+@triton.jit
+def activate(gate, SILU: tl.constexpr):
+    """Gain of a gate, and its derivative: s + z s (1 − s) for SiLU, s (1 − s) for the sigmoid."""
+    s = tl.sigmoid(gate)
+    slope = s * (1 - s)
+    if SILU:
+        return gate * s, s + gate * slope
+    return s, slope
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, inside, stride, ACC: tl.constexpr):
+    """Rows of a matrix, zero outside."""
+    place = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    return tl.load(place, mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def store_tile(ptr, X, rows, cols, inside, WIDTH: tl.constexpr):
+    """Rows of a contiguous matrix."""
+    place = ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    tl.store(place, X.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def rms_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, y_ptr, rstd_ptr, count, x_stride, gate_stride, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Outputs of ROWS rows, and the reciprocals of their roots."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    inside = (rows < count)[:, None] & (cols < WIDTH)[None, :]
+    x = load_tile(x_ptr, rows, cols, inside, x_stride, ACC)
+    if gate_ptr is not None:
+        gate = load_tile(gate_ptr, rows, cols, inside, gate_stride, ACC)
+        gain, _ = activate(gate, SILU)
+        if GATE_FIRST:
+            x *= gain
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)[None, :]
+    if gate_ptr is not None and not GATE_FIRST:
+        y *= gain
+    store_tile(y_ptr, y, rows, cols, inside, WIDTH)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < count)
+
+
+@triton.jit(do_not_specialize=["count", "tiles"])
+def rms_norm_gradient_kernel(
+    dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr, partial_ptr,
+    count, tiles, dy_stride, x_stride, gate_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x and gate for `tiles` tiles of rows, and of the weight summed over them.
+
+    With n = h / root for the normalised h, which is x or x ⊙ gain, dh = (dn − n mean(dn ⊙ n)) / root.
+    """
+    cols = tl.arange(0, COLS)
+    known = cols < WIDTH
+    sums = tl.zeros((COLS,), ACC)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=known, other=0.0).to(ACC)[None, :]
+    for i_tile in range(tiles):
+        rows = (tl.program_id(0) * tiles + i_tile) * ROWS + tl.arange(0, ROWS)
+        inside = (rows < count)[:, None] & known[None, :]
+        rstd = tl.load(rstd_ptr + rows, mask=rows < count, other=0.0)[:, None]
+        x = load_tile(x_ptr, rows, cols, inside, x_stride, ACC)
+        dn = load_tile(dy_ptr, rows, cols, inside, dy_stride, ACC)
+        n = x * rstd
+        if gate_ptr is not None:
+            gate = load_tile(gate_ptr, rows, cols, inside, gate_stride, ACC)
+            gain, slope = activate(gate, SILU)
+            if GATE_FIRST:
+                n *= gain
+            else:
+                d_gain = dn * n
+                dn *= gain
+        if weight_ptr is not None:
+            sums += tl.sum(dn * n, 0)
+            dn *= weight
+        dx = rstd * (dn - n * (tl.sum(dn * n, 1) / WIDTH)[:, None])
+        if gate_ptr is not None:
+            if GATE_FIRST:
+                d_gain = dx * x
+                dx *= gain
+            elif weight_ptr is not None:
+                d_gain *= weight
+            store_tile(d_gate_ptr, d_gain * slope, rows, cols, inside, WIDTH)
+        store_tile(dx_ptr, dx, rows, cols, inside, WIDTH)
+    if weight_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + cols, sums, mask=known)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """All rows [rows, width], copied only if they are not evenly spaced or not contiguous themselves."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def tile(x: Tensor) -> dict[str, object]:
+    """What both kernels are compiled for."""
+    cols = triton.next_power_of_2(x.shape[-1])
+    rows = min(MOST_ROWS, max(1, TILE // cols))
+    accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
+    return {"WIDTH": x.shape[-1], "ROWS": rows, "COLS": cols, "ACC": accumulate}
+
+
+def forward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, gate_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Output, shaped as x, and the reciprocal of each row's root [rows]."""
+    how = tile(x)
+    rows, gates = matrix(x), None if gate is None else matrix(gate)
+    y = x.new_empty(x.shape)
+    rstd = x.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+    rms_norm_kernel[(triton.cdiv(rows.shape[0], how["ROWS"]),)](
+        rows, gates, None if weight is None else weight.contiguous(), y, rstd,
+        rows.shape[0], rows.stride(0), 0 if gates is None else gates.stride(0), eps,
+        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),
+    )  # fmt: skip
+    return y, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor,
+    silu: bool,
+    gate_first: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, gate and weight."""
+    how = tile(x)
+    dys, rows, gates = matrix(dy), matrix(x), None if gate is None else matrix(gate)
+    dx = x.new_empty(x.shape)
+    d_gate = None if gate is None else gate.new_empty(gate.shape)
+    row_tiles = triton.cdiv(rows.shape[0], how["ROWS"])
+    tiles = max(1, triton.cdiv(row_tiles, PROGRAMS))
+    programs = triton.cdiv(row_tiles, tiles)
+    partial = None if weight is None else rstd.new_empty(programs, x.shape[-1])
+    rms_norm_gradient_kernel[(programs,)](
+        dys, rows, gates, None if weight is None else weight.contiguous(), rstd, dx, d_gate, partial,
+        rows.shape[0], tiles, dys.stride(0), rows.stride(0), 0 if gates is None else gates.stride(0),
+        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),
+    )  # fmt: skip
+    return dx, d_gate, None if partial is None else partial.sum(0).to(weight.dtype)

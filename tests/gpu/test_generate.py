@@ -1,0 +1,109 @@
+"""Generation on a GPU: captured steps are the eager ones to the bit, and rows are as they are alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import gdn2
+from gdn2.models.decode import Decoding, EagerSteps, GraphSteps, Steps
+from gdn2.models.generate import Stop, collect, generate, go_on
+from gdn2.models.language_model import LanguageModel
+from gdn2.models.prefill import prefill
+from gdn2.models.sampling import GREEDY, Draws, Sampling, sample
+from tests.models.cases import make as make_small
+from tests.models.cases import tokens as small_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+WARM = Sampling(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
+PRESETS = ["gdn2-1m", "gdn2-1m-hybrid", "kda-1m", "mamba2-1m", "mamba3-1m", "transformer-1m"]
+
+
+def make(name: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
+    return gdn2.LanguageModel(gdn2.preset(name)).cuda().cast(dtype)
+
+
+def prompts(*lengths: int) -> list[Tensor]:
+    rand = torch.Generator().manual_seed(0)
+    return [torch.randint(32000, (length,), generator=rand) for length in lengths]
+
+
+def eager(model: LanguageModel) -> Steps:
+    steps = Steps(model)
+    steps.eager_because = "the test asks for it"
+    return steps
+
+
+def started(model: LanguageModel, sampling: Sampling, rows: list[Tensor]) -> Decoding:
+    ready = prefill(model, rows)
+    vocabulary = ready.logits.shape[1]
+    draws = Draws.start(range(len(rows)), sampling, vocabulary, rows, ready.logits.device)
+    first = sample(ready.logits, sampling, draws)
+    return Decoding(first, model.reserve(ready.state, 40), draws)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_replay_is_an_eager_step_to_the_bit(name: str, sampling: Sampling) -> None:
+    model = make(name)
+    start = started(model, sampling, prompts(40, 3, 17))
+    graph = GraphSteps(model, sampling, start)
+    graph.load(start)
+    plain = EagerSteps(model, sampling, start.map(torch.clone))
+    for _ in range(20):
+        graph.step()
+        plain.step()
+    for ours, theirs in zip(graph.now.tensors(), plain.now.tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_generation_by_graphs_is_eager_generation(name: str) -> None:
+    """Rows that end are idle in a captured batch until half of them have: their neighbours do not notice."""
+    model, rows = make(name, torch.float64), prompts(33, 1, 70, 12, 5)
+    free = generate(model, rows, stop=Stop(max_tokens=24), steps=eager(model))
+    ids = sorted({free[0].tokens[5], free[3].tokens[11], free[4].tokens[2]})
+    stop = Stop(max_tokens=24, ids=ids)
+    expected = generate(model, rows, stop=stop, steps=eager(model))
+    steps = Steps(model)
+    assert steps.eager_because is None
+    for _ in range(2):
+        assert generate(model, rows, stop=stop, steps=steps) == expected
+    assert steps.eager_because is None
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_ragged_batches_and_forks_in_fp64(sampling: Sampling) -> None:
+    """Every mixer there is, where rounding cannot hide anything."""
+    model = make_small().cuda()
+    rows = [small_tokens(1, length, seed=length)[0] for length in (7, 1, 12, 4)]
+    stop = Stop(max_tokens=9)
+    found = generate(model, rows, sampling=sampling, stop=stop, seed=5)
+    for row, prompt in enumerate(rows):
+        (alone,) = generate(model, [prompt], sampling=sampling, stop=stop, seed=5 + row)
+        assert alone == found[row]
+    on_cpu = generate(make_small(), rows, sampling=sampling, stop=stop, seed=5)
+    assert on_cpu == found
+    history = [rows[2]] * 64
+    forked = go_on(model, prefill(model, [rows[2]]).fork(64), history, sampling=sampling, stop=stop)
+    assert collect(forked, 64) == generate(model, history, sampling=sampling, stop=stop)
+
+
+@pytest.mark.parametrize("name", ["gdn2-1m", "gdn2-1m-hybrid"])
+def test_memory_of_decoding_does_not_grow_with_the_context(name: str) -> None:
+    model, peaks = make(name), []
+    for context in (4096, 65536):
+        ready = prefill(model, prompts(context), chunk=4096)
+        start = started(model, GREEDY, prompts(3))._replace(state=ready.state)
+        running = EagerSteps(model, GREEDY, start)
+        running.step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            running.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0]
