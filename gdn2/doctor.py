@@ -1,10 +1,10 @@
 """`gdn2 doctor`: what this machine is, what each part would run on, and whether it computes the right thing here.
 
-Every backend that can run is compared with the token loop in fp64 on the CPU, on this machine, with this compiler.
+Every backend that can run is compared with the token loop in fp64 on the CPU, on this machine, with this compiler, and
+every kernel with the equations. What fails is not used from then on: `gdn2.ops.trust` remembers it.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,75 +14,15 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
-from torch.nn.functional import normalize, softplus
 
 from gdn2.bench import timing
-from gdn2.bench.timing import DTYPES, OPTIONAL, Machine
-from gdn2.ops.arguments import state_dtype
-from gdn2.ops.backends import BACKENDS, choose, why_not
+from gdn2.bench.timing import OPTIONAL, Machine
+from gdn2.ops import trust
+from gdn2.ops.backends import BACKENDS, RULE, why_not
 from gdn2.ops.rule import gated_delta_rule
+from gdn2.ops.selfcheck import QUANTITIES, SCENARIOS, Check, Checkup, Rule, compare
 
-Rule = Callable[..., tuple[Tensor, Tensor | None]]  # called as `gated_delta_rule` is
-
-GRADIENTS = {name: f"d{name}" for name in "qkvgbw"} | {"initial_state": "d initial state"}
-QUANTITIES = ("output", "final state", *GRADIENTS.values())
 CHECKED = {"cpu": ("fp64", "fp32"), "cuda": ("fp32", "bf16")}
-# of output and final state, of gradients
-TOLERANCES = {"fp64": (1e-12, 1e-12), "fp32": (5e-6, 2e-5), "bf16": (2e-2, 2e-2)}
-VANISHING = 1e-30
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One kind of operands; sizes are such that a chunk of 64 is met short, full and in part."""
-
-    name: str
-    about: str
-    strong: bool = False
-    lengths: tuple[int, ...] = ()  # packed sequences; else two of 130 tokens
-    erase: bool = True
-    heads: tuple[int, int, int, int] = (2, 2, 2, 2)  # of q and k, v, g, b
-    scalar_gates: bool = False
-
-
-SCENARIOS = (
-    Scenario("mild", "log-decays around −0.1"),
-    Scenario("strong", "a tenth of the log-decays −20 or −1000", strong=True),
-    Scenario("packed", "sequences of 1 to 65 tokens", lengths=(1, 2, 15, 63, 64, 65)),
-    Scenario("no erase", "b=None", erase=False),
-    Scenario("grouped", "scalar gates, fewer key heads", heads=(1, 4, 2, 1), scalar_gates=True),
-)
-
-
-@dataclass(frozen=True)
-class Check:
-    """The relative error of one quantity in one scenario; infinite where it is not finite."""
-
-    scenario: str
-    dtype: str
-    quantity: str
-    error: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance
-
-
-@dataclass(frozen=True)
-class Checkup:
-    """What was found of one backend."""
-
-    backend: str
-    checks: tuple[Check, ...]
-    problems: tuple[str, ...] = ()  # scenarios it could not run at all
-
-    @property
-    def failures(self) -> list[str]:
-        wrong = [c for c in self.checks if not c.passed]
-        named = [f"{self.backend}, {c.dtype}, {c.scenario}: {c.quantity}" for c in wrong]
-        return named + [f"{self.backend}, {problem}" for problem in self.problems]
 
 
 @dataclass(frozen=True)
@@ -99,29 +39,51 @@ class Report:
     machine: Machine
     device: str
     parts: tuple[Part, ...]
-    checkups: tuple[Checkup, ...]
+    kernels: tuple[Checkup, ...]  # each alone; none where they cannot run
+    checkups: tuple[Checkup, ...]  # of the backends
+    verdict_file: str | None  # where later processes read which kernels failed
 
     @property
     def failures(self) -> list[str]:
-        return [failure for checkup in self.checkups for failure in checkup.failures]
+        return [f for checkup in (*self.kernels, *self.checkups) for f in checkup.failures]
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; an infinite error is null, as JSON has no infinity."""
         record = asdict(self)
-        for checkup in record["checkups"]:
+        for checkup in (*record["kernels"], *record["checkups"]):
             for check in checkup["checks"]:
                 check["passed"] = check["error"] <= check["tolerance"]
                 check["error"] = None if check["error"] == float("inf") else check["error"]
-        return {**record, "failures": self.failures, "passed": not self.failures}
+        distrusted = [checkup.name for checkup in self.kernels if checkup.failures]
+        return {
+            **record,
+            "distrusted": distrusted,
+            "failures": self.failures,
+            "passed": not self.failures,
+        }
 
 
 def diagnose(device_name: str | None = None) -> Report:
-    """Look at the machine and check every backend that runs on the device."""
+    """Look at the machine and check all that runs on the device; what fails there is remembered."""
     device = timing.find_device(device_name)
-    rules = available_rules(device)
+    trust.presume_innocent(device)  # an earlier verdict must not keep anything from being checked
+    kernels = check_kernels(device) if why_not("triton", device) is None else ()
     with timing.use_threads(1):  # on tiny operands threads mostly wait: 3 s became 39 s
-        checkups = tuple(check_backend(rule, name, device) for name, rule in rules.items())
-    return Report(timing.describe_machine(), str(device), parts(device), checkups)
+        checkups = tuple(
+            check_backend(rule, name, device) for name, rule in available_rules(device).items()
+        )
+    file = remember(device, kernels, checkups) if kernels else None
+    return Report(timing.describe_machine(), str(device), parts(device), kernels, checkups, file)
+
+
+def remember(
+    device: torch.device, kernels: Iterable[Checkup], checkups: Iterable[Checkup]
+) -> str | None:
+    """Write down which kernels failed, or that they fail together, and return where."""
+    wrong = {checkup.name: checkup.failures[0] for checkup in kernels if checkup.failures}
+    together = [c.failures[0] for c in checkups if c.name == "triton" and c.failures]
+    file = trust.record(device, wrong | ({trust.TOGETHER: together[0]} if together else {}))
+    return None if file is None else str(file)
 
 
 def available_rules(device: torch.device) -> Mapping[str, Rule]:
@@ -132,108 +94,67 @@ def available_rules(device: torch.device) -> Mapping[str, Rule]:
 
 def parts(device: torch.device) -> tuple[Part, ...]:
     """What each part of the package would run on."""
-    with warnings.catch_warnings(action="ignore"):  # the table says what the warning says
-        rule = choose("auto", device)
-    obstacle = why_not("triton", device)
-    rule_why = "Triton kernels run here" if obstacle is None else f"no triton: {obstacle}"
     cuda = device.type == "cuda"
     flex = "FlexAttention for windows and packed sequences, SDPA otherwise"
-    only = "the only implementation in this version"
     return (
-        Part("rule", rule, rule_why),
-        Part("decode step", "torch", only),
+        kernel_part("rule", device, RULE),
+        kernel_part("decode step", device, ("step",)),
+        kernel_part("convolution", device, ("conv",)),
+        kernel_part("norms", device, ("norm",)),
         Part("attention", "flex, sdpa" if cuda else "sdpa", flex if cuda else "flex needs CUDA"),
-        *(Part(name, "torch", only) for name in ("convolution", "norms", "loss")),
+        Part("loss", "torch", "the only implementation in this version"),
     )
+
+
+def kernel_part(name: str, device: torch.device, kernels: Sequence[str]) -> Part:
+    """A part that has kernels."""
+    obstacle = why_not("triton", device, kernels=kernels)
+    if obstacle is None:
+        return Part(name, "triton", "Triton kernels run here")
+    return Part(name, "torch", f"no triton: {obstacle}")
 
 
 def check_backend(rule: Rule, name: str, device: torch.device) -> Checkup:
     """Compare a backend with the token loop in every scenario and dtype."""
-    cases = [(dtype, scenario) for dtype in CHECKED[device.type] for scenario in SCENARIOS]
+    return checkup(
+        name,
+        {
+            f"{dtype}, {scenario.name}": partial(compare, rule, scenario, dtype, device)
+            for dtype in CHECKED[device.type]
+            for scenario in SCENARIOS
+        },
+    )
+
+
+def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
+    """Compare each kernel alone with the equations written out."""
+    from gdn2.ops.triton.checks import CHECKS, check_kernel  # noqa: PLC0415 (optional dependency)
+
+    return tuple(
+        checkup(
+            kernel,
+            {
+                f"{dtype}, alone": partial(check_kernel, kernel, device, dtype)
+                for dtype in CHECKED["cuda"]
+            },
+        )
+        for kernel in CHECKS
+    )
+
+
+def checkup(name: str, cases: Mapping[str, Callable[[], Iterator[Check]]]) -> Checkup:
+    """Make all checks of a backend or kernel, behind a progress bar."""
     checks: list[Check] = []
     problems: list[str] = []
     bar = Console(stderr=True)
     hidden = not bar.is_terminal
-    for dtype, scenario in track(cases, name, console=bar, transient=True, disable=hidden):
+    for case, check in track(cases.items(), name, console=bar, transient=True, disable=hidden):
         try:
-            checks += compare(rule, scenario, dtype, device)
+            checks += check()
         except Exception as failure:  # a kernel that does not compile is a finding, not a crash
             reason = str(failure).strip().partition("\n")[0]
-            problems.append(f"{dtype}, {scenario.name}: {type(failure).__name__}: {reason}")
+            problems.append(f"{case}: {type(failure).__name__}: {reason}")
     return Checkup(name, tuple(checks), tuple(problems))
-
-
-def compare(rule: Rule, scenario: Scenario, dtype: str, device: torch.device) -> Iterator[Check]:
-    """Yield the error of every quantity; the oracle gets the operands as the backend does, rounded."""
-    operands = make_operands(scenario, DTYPES[dtype])
-    expected = results(
-        partial(gated_delta_rule, backend="reference"),
-        {name: x.double() for name, x in operands.items()},
-        scenario,
-    )
-    actual = results(rule, {name: x.to(device) for name, x in operands.items()}, scenario)
-    for quantity, y in expected.items():
-        tolerance = TOLERANCES[dtype][quantity in GRADIENTS.values()]
-        error = relative_error(actual[quantity], y)
-        yield Check(scenario.name, dtype, quantity, error, tolerance)
-
-
-def make_operands(scenario: Scenario, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Seeded operands on the CPU, rounded to the dtype; log-decays and states keep fp32 at least."""
-    rand = torch.Generator().manual_seed(0)
-    batch, length = (1, sum(scenario.lengths)) if scenario.lengths else (2, 130)
-    qk_heads, v_heads, g_heads, b_heads = scenario.heads
-    d_k, d_v = 32, 48
-    g_width, b_width, w_width = (1, 1, 1) if scenario.scalar_gates else (d_k, d_k, d_v)
-
-    def normal(heads: int, width: int) -> Tensor:
-        shape = (batch, length, heads, width)
-        return torch.randn(shape, generator=rand, dtype=torch.float64)
-
-    g = -0.1 * softplus(2 * normal(g_heads, g_width))
-    if scenario.strong:
-        kind = torch.rand(g.shape, generator=rand, dtype=torch.float64)
-        g = g.where(kind > 0.1, -20.0).where(kind > 0.03, -1000.0)
-    state = (len(scenario.lengths) or batch, v_heads, d_k, d_v)
-    wide = {"g": g, "initial_state": torch.randn(state, generator=rand, dtype=torch.float64)}
-    narrow = {
-        "q": normalize(normal(qk_heads, d_k), dim=-1),
-        "k": normalize(normal(qk_heads, d_k), dim=-1),
-        "v": normal(v_heads, d_v),
-        "w": normal(v_heads, w_width).sigmoid(),
-    }
-    if scenario.erase:
-        narrow["b"] = normal(b_heads, b_width).sigmoid()
-    rounded = {name: x.to(dtype) for name, x in narrow.items()}
-    return rounded | {name: x.to(state_dtype(rounded["q"])) for name, x in wide.items()}
-
-
-def results(rule: Rule, operands: dict[str, Tensor], scenario: Scenario) -> dict[str, Tensor]:
-    """Output, final state and the gradients of a random loss of both, by the names of `QUANTITIES`."""
-    leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
-    device = leaves["q"].device
-    cu_seqlens = torch.tensor([0, *scenario.lengths], device=device).cumsum(0)
-    o, state = rule(
-        **leaves, cu_seqlens=cu_seqlens if scenario.lengths else None, output_final_state=True
-    )
-    assert state is not None
-    rand = torch.Generator().manual_seed(1)
-    # bf16 weights: every dtype holds them exactly, so all backends get the same loss
-    weights = [torch.randn(x.shape, generator=rand).bfloat16().to(x) for x in (o, state)]
-    gradients = torch.autograd.grad((o, state), list(leaves.values()), weights)
-    named = {GRADIENTS[n]: d for n, d in zip(leaves, gradients, strict=True)}
-    return {"output": o, "final state": state, **named}
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖x − y‖ / ‖y‖ in fp64; 0 where both vanish, infinite where x is not finite or only y vanishes."""
-    x, y = (tensor.detach().cpu().double() for tensor in (actual, expected))
-    if x.shape != y.shape or not bool(x.isfinite().all()):
-        return float("inf")
-    norm = float(y.norm())
-    if norm < VANISHING:
-        return 0.0 if float(x.norm()) < VANISHING else float("inf")
-    return float((x - y).norm()) / norm
 
 
 def render(report: Report, console: Console) -> None:
@@ -243,11 +164,18 @@ def render(report: Report, console: Console) -> None:
     for part in report.parts:
         table.add_row(part.name, part.backend, part.why)
     console.print(table)
-    for checkup in report.checkups:
-        for dtype in dict.fromkeys(check.dtype for check in checkup.checks):
-            chosen = [check for check in checkup.checks if check.dtype == dtype]
-            console.print(_error_table(f"{checkup.backend}, {dtype}", chosen))
+    if report.kernels:
+        console.print(_kernel_table(report.kernels))
+    for backend in report.checkups:
+        for dtype in dict.fromkeys(check.dtype for check in backend.checks):
+            chosen = [check for check in backend.checks if check.dtype == dtype]
+            console.print(_error_table(f"{backend.name}, {dtype}", chosen))
     console.print(*(f"{s.name}: {s.about}" for s in SCENARIOS), sep="; ", style="dim")
+    distrusted = [kernel.name for kernel in report.kernels if kernel.failures]
+    if distrusted:
+        where = f", as {report.verdict_file} says" if report.verdict_file else ""
+        names = ", ".join(distrusted)
+        console.print(f"{names}: not used from now on{where}", soft_wrap=True, markup=False)
     verdict = "failed: " + "; ".join(report.failures) if report.failures else "all checks passed"
     style = "bold red" if report.failures else "green"
     # one line, as it is: an error message may hold what reads as markup
@@ -273,6 +201,17 @@ def _machine_table(machine: Machine) -> Table:
         packages = [package for package in OPTIONAL if OPTIONAL[package] == extra]
         found = (f"{package} {machine.versions[package] or 'absent'}" for package in packages)
         table.add_row(f"extra {extra!r}", ", ".join(found))
+    return table
+
+
+def _kernel_table(kernels: Sequence[Checkup]) -> Table:
+    dtypes = CHECKED["cuda"]
+    title = "Kernels alone: largest relative error against the equations in fp64"
+    table = _table(title, "kernel", *dtypes, "verdict")
+    for kernel in kernels:
+        worst = {c.dtype: c for c in sorted(kernel.checks, key=lambda c: c.error / c.tolerance)}
+        verdict = "[bold red]distrusted" if kernel.failures else "trusted"
+        table.add_row(kernel.name, *(_cell(worst.get(dtype)) for dtype in dtypes), verdict)
     return table
 
 

@@ -9,15 +9,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from gdn2.bench import timing
-from gdn2.bench.peers import Operator, find_peers, own_operator
+from gdn2.bench.peers import KEPT, Operator, find_peers, own_operator
 from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.ops.backends import BACKENDS, choose
 
@@ -27,12 +23,19 @@ DEFAULTS = {  # shapes, backends and dtype
     "cpu": (["1x2048x4x64x64"], "torch,reference", "fp32"),
     "cuda": (["4x4096x16x128x128"], "auto", "bf16"),
 }
-# The documented figures, by the device they are for: shapes and backends timed together.
+# The documented figures: a device, and shapes and backends timed together.
 SUITES = {
-    "cpu": [
-        (["1x2048x4x64x64"], "torch,reference"),
-        (["1x1024x4x64x64", "1x16384x4x64x64"], "torch"),
-    ]
+    "cpu": (
+        "cpu",
+        [
+            (["1x2048x4x64x64"], "torch,reference"),
+            (["1x1024x4x64x64", "1x16384x4x64x64"], "torch"),
+        ],
+    ),
+    "hopper": (
+        "cuda",
+        [([f"{rows}x{2**14 // rows}x16x128x128" for rows in (8, 4, 2, 1)], "auto")],
+    ),
 }
 
 
@@ -68,7 +71,7 @@ class Plan:
     chunk_size: int = 64
     packed: str = ""  # lengths of packed sequences, or how many; empty is a dense batch
     erase: bool = True
-    recompute: bool = True
+    recompute: bool | None = None  # None: beside peers, which do either, both ways; else recompute
     peers: bool = False
     seconds: float = 1.0  # to spend on each variant
 
@@ -86,6 +89,7 @@ class Row:
     backend: str
     timing: Timing
     first_seconds: float  # the very first call, with whatever is compiled or tuned then
+    floor_seconds: float  # a copy of the bytes that must move
     tokens_per_second: float
     microseconds_per_token: float
     speedup: float | None = None  # the baseline's time over this one
@@ -98,6 +102,8 @@ class Result:
     machine: Machine
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  # what was left out, and why
+    baseline: str  # whose times the others are compared with
+    copy_bytes_per_second: float
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, shapes and device by their names."""
@@ -120,11 +126,11 @@ def read_plans(
     """Check what was asked for and fill in the rest; a suite is several plans."""
     if suite is not None:
         _listed("suite", suite, SUITES)
-        if shapes or backends or settings.get("packed") or device not in (None, suite):
+        if shapes or backends or settings.get("packed") or device not in (None, SUITES[suite][0]):
             raise ValueError(f"suite: got {suite!r}, which sets shape, backend, packed and device")
-    where = timing.find_device(suite or device)
+    where = timing.find_device(SUITES[suite][0] if suite else device)
     usual_shapes, usual_backends, usual_dtype = DEFAULTS[where.type]
-    asked = SUITES[suite] if suite else [(shapes or usual_shapes, backends or usual_backends)]
+    asked = SUITES[suite][1] if suite else [(shapes or usual_shapes, backends or usual_backends)]
     (dtype,) = _listed("dtype", dtype or usual_dtype, DTYPES)
     plans = [
         Plan(
@@ -201,15 +207,29 @@ def run_pass(measured: str, operator: Operator, operands: Operands, d_output: Te
     return torch.autograd.grad(output, list(operands.values()), d_output)
 
 
+def bytes_moved(measured: str, operands: Operands) -> int:
+    """Bytes that a pass must move at least: each pass reads its inputs once and writes its outputs once."""
+    inputs, output = sum(x.nbytes for x in operands.values()), operands["v"].nbytes
+    return inputs + output if measured != "backward" else 3 * inputs + 2 * output
+
+
+def find_operators(plan: Plan) -> tuple[dict[str, Operator], list[str]]:
+    """Ours and, if asked for, other people's, with a line for what is missing."""
+    ours = {b: own_operator(b, plan.chunk_size, plan.recompute is not False) for b in plan.backends}
+    if not plan.peers:
+        return ours, []
+    if plan.recompute is None and "triton" in ours:  # the others keep the same either way
+        ours[f"triton{KEPT}"] = own_operator("triton", plan.chunk_size, recompute=False)
+    found, notes = find_peers(plan.device, bool(plan.packed), plan.erase)
+    return ours | found, notes
+
+
 def run(plan: Plan, progress: Callable[[float], None] = lambda done: None) -> Result:
     """Time all variants of a plan, interleaved, so that their ratios hold on a busy machine too."""
-    operators = {b: own_operator(b, plan.chunk_size, plan.recompute) for b in plan.backends}
-    notes: list[str] = []
-    if plan.peers:
-        found, notes = find_peers(plan.device, bool(plan.packed), plan.erase)
-        operators |= found
+    operators, notes = find_operators(plan)
+    speed = timing.copy_bytes_per_second(plan.device)
     calls: dict[tuple[Shape, str, str], Callable[[], object]] = {}
-    first: dict[tuple[Shape, str, str], float] = {}
+    first: dict[tuple[Shape, str, str], tuple[float, float]] = {}
     for shape in plan.shapes:
         operands = make_operands(shape, plan)
         d_output = torch.randn_like(operands["v"])
@@ -217,36 +237,48 @@ def run(plan: Plan, progress: Callable[[float], None] = lambda done: None) -> Re
         bounds = torch.tensor([0, *lengths], device=plan.device).cumsum(0)
         packing = {"cu_seqlens": bounds} if lengths else {}
         for measured, (name, operator) in product(plan.passes, operators.items()):
+            if measured == "forward" and name.endswith(KEPT):
+                continue  # without a backward nothing is kept
             call = partial(run_pass, measured, partial(operator, **packing), operands, d_output)
             start = time.perf_counter()
             try:
                 call()
                 timing.synchronize(plan.device)
             except Exception as failure:
-                if name in plan.backends and not isinstance(failure, torch.OutOfMemoryError):
+                own = name.removesuffix(KEPT) in plan.backends
+                if own and not isinstance(failure, torch.OutOfMemoryError):
                     raise
                 reason = str(failure).strip().partition("\n")[0]
                 notes.append(f"no {PASSES[measured]} of {name} at {shape}: {reason}")
                 continue
             key = shape, measured, name
-            calls[key], first[key] = call, time.perf_counter() - start
+            floor = bytes_moved(measured, operands) / speed
+            calls[key], first[key] = call, (time.perf_counter() - start, floor)
     timings = timing.measure_together(calls, plan.device, seconds=plan.seconds, progress=progress)
-    rows = [make_row(*key, timings[key], first[key]) for key in calls]
-    return Result(plan, timing.describe_machine(), relate(rows, plan.baseline), tuple(notes))
+    rows = [make_row(*key, timings[key], *first[key]) for key in calls]
+    beside = "fla" if "fla" in operators and plan.baseline != "reference" else plan.baseline
+    machine = timing.describe_machine()
+    return Result(plan, machine, relate(rows, beside), tuple(notes), beside, speed)
 
 
-def make_row(shape: Shape, measured: str, backend: str, took: Timing, first: float) -> Row:
+def make_row(
+    shape: Shape, measured: str, backend: str, took: Timing, first: float, floor: float
+) -> Row:
     """Return a row that is compared with nothing yet."""
     rate = shape.batch * shape.length / took.median
-    return Row(shape, measured, backend, took, first, rate, 1e6 / rate)
+    return Row(shape, measured, backend, took, first, floor, rate, 1e6 / rate)
 
 
 def relate(rows: list[Row], baseline: str) -> tuple[Row, ...]:
-    """Compare each row with the baseline at its shape, and with its own backend at the shortest length."""
+    """Compare each row with the baseline at its shape, and with its own backend at the shortest length.
+
+    What keeps its factors is compared with a baseline that does so too, if there is one.
+    """
 
     def related(row: Row) -> Row:
         same = [r for r in rows if r.measured == row.measured]
-        base = [r for r in same if (r.shape, r.backend) == (row.shape, baseline)]
+        kept = f"{baseline}{KEPT}" if row.backend.endswith(KEPT) else baseline
+        base = [r for b in (kept, baseline) for r in same if (r.shape, r.backend) == (row.shape, b)]
         speedup = base[0].timing.median / row.timing.median if base else None
         sizes = row.shape._replace(length=0)
         kin = [r for r in same if (r.shape._replace(length=0), r.backend) == (sizes, row.backend)]
@@ -255,46 +287,3 @@ def relate(rows: list[Row], baseline: str) -> tuple[Row, ...]:
         return replace(row, speedup=speedup, growth=growth)
 
     return tuple(map(related, rows))
-
-
-def run_all(plans: list[Plan], threads: int | None, console: Console) -> list[Result]:
-    """Time plans one after the other, behind a progress bar on the console."""
-    # Drawn between repetitions, and seldom: a thread that draws takes its time from what is timed.
-    hidden = not console.is_terminal
-    with Progress(console=console, transient=True, auto_refresh=False, disable=hidden) as bar:
-        task = bar.add_task("timing", total=len(plans))
-
-        def progress(before: int, done: float) -> None:
-            draw = int(20 * (before + done)) > int(20 * bar.tasks[0].completed)
-            bar.update(task, completed=before + done, refresh=draw)
-
-        with timing.use_threads(threads):
-            return [run(plan, partial(progress, number)) for number, plan in enumerate(plans)]
-
-
-def render(result: Result, console: Console) -> None:
-    """Print a table for each shape, with the backends of each pass together."""
-    plan = result.plan
-    columns: dict[str, Callable[[Row], str]] = {
-        "pass": lambda row: PASSES[row.measured],
-        "backend": lambda row: row.backend,
-        "ms": lambda row: f"{row.timing.median * 1e3:.3f}",
-        "spread": lambda row: f"{row.timing.spread:.0%}",
-        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
-        "µs/token": lambda row: f"{row.microseconds_per_token:.3f}",
-        f"vs {plan.baseline}": lambda row: "–" if row.speedup is None else f"{row.speedup:.2f}×",
-    }
-    if any(row.growth != 1 for row in result.rows):
-        columns["growth"] = lambda row: f"{row.growth:.2f}×"
-    if plan.device.type == "cuda":
-        columns["MiB"] = lambda row: f"{(row.timing.peak_bytes or 0) / 2**20:.0f}"
-    for shape in plan.shapes:
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.title = f"{shape}, {plan.dtype} on {plan.device}"
-        for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number > 1 else "left")
-        for row in (row for row in result.rows if row.shape == shape):
-            table.add_row(*(cell(row) for cell in columns.values()))
-        console.print(table)
-    for note in result.notes:
-        console.print(note, markup=False, soft_wrap=True)

@@ -15,6 +15,9 @@ from gdn2.ops.rule import gated_delta_rule
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 Operator = Callable[..., Tensor]  # takes q, k, v, g, b, w and cu_seqlens by name
+KEPT = (
+    "-no-recompute"  # ends the name of an operator that keeps what others recompute in the backward
+)
 
 
 def own_operator(backend: str, chunk_size: int, recompute: bool) -> Operator:
@@ -36,7 +39,7 @@ def find_peers(
         return {}, [f"no peers: {missing}; pip install 'gdn2[bench]' installs fla"]
     if device.type == "cuda":
         kept = partial(chunk_gdn2, disable_recompute=True)
-        rules = {"fla": chunk_gdn2, "fla-no-recompute": kept}
+        rules = {"fla": chunk_gdn2, f"fla{KEPT}": kept}
     elif packed:
         return {}, ["no peers: fla packs sequences on a GPU only"]
     else:

@@ -26,6 +26,7 @@ DTYPES = {
 GIB = 2**30
 L2_FLUSH_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
 FLUSHES = 16
+COPIED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 MOST_REPEATS = 1000
 
 # Packages that nothing needs but one extra of ours, which installs them.
@@ -158,6 +159,14 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     call()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def copy_bytes_per_second(device: torch.device) -> float:
+    """Bytes read and written in a second by a copy too large for any cache: the speed nothing exceeds."""
+    source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    took = measure(lambda: target.copy_(source), device, seconds=0.1)
+    return 2 * source.nbytes / took.median
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,16 +1,40 @@
 """Which implementation of the operator runs, and why."""
 
 import warnings
-from functools import cache
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 
+from gdn2.ops.trust import TOGETHER, trusted
+
 BACKENDS = ("auto", "triton", "torch", "reference")
+# kernels of the chunkwise operator; the torch backend does the work of all of them if one is not to be trusted
+STAGES = (
+    "scores",
+    "deep_scores",
+    "solve",
+    "scan",
+    "scan_reverse",
+    "gradient_values",
+    "gradient_states",
+    "gradient_keys",
+    "deep_gradient",
+)
+RULE = (*STAGES, TOGETHER)
+_said: set[str] = set()
 
 
-def why_not(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
-    """The reason why a backend cannot run on a device; None if it can."""
+def why_not(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    kernels: Sequence[str] = RULE,
+) -> str | None:
+    """The reason why a backend cannot run on a device; None if it can.
+
+    `kernels` are those that the caller would launch: one that `gdn2 doctor` found wrong on this GPU is a reason.
+    """
     if backend != "triton":
         return None
     if device.type != "cuda":
@@ -21,7 +45,8 @@ def why_not(backend: str, device: torch.device, dtype: torch.dtype = torch.float
         return f"Triton kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float64:
         return "Triton kernels do not take fp64"
-    return None
+    wrong = [name for name in kernels if not trusted(name, device)]
+    return f"gdn2 doctor found wrong results here from {', '.join(wrong)}" if wrong else None
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
@@ -41,6 +66,12 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype = torch.float3
     return backend
 
 
-@cache
 def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+# torch.compile calls these instead of tracing into them; its own decorator sets the same, at a second of imports
+for _function in (why_not, _say_once):
+    vars(_function)["_dynamo_marked_constant"] = True

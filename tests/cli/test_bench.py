@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gdn2 import __version__, gated_delta_rule
-from gdn2.bench import operator, peers
+from gdn2.bench import operator, peers, plot, timing
 from gdn2.cli import app
 
 CPU = torch.device("cpu")
@@ -47,6 +47,10 @@ def test_rows_hold_what_was_measured() -> None:
         assert row["tokens_per_second"] == pytest.approx(130 / took["median"])
         assert row["microseconds_per_token"] == pytest.approx(took["median"] / 130 * 1e6)
         assert f"{took['median'] * 1e3:.3f}" in printed
+        # q, k, g and b of width 16, v and w of width 8; in the backward gradients of all, and the output's
+        moved = 80 + 8 if measured != "backward" else 3 * 80 + 2 * 8
+        floor = 4 * 2 * 65 * 2 * moved / result["copy_bytes_per_second"]
+        assert row["floor_seconds"] == pytest.approx(floor)
     assert (
         rows["backward", "torch"]["timing"]["median"] > rows["forward", "torch"]["timing"]["median"]
     )
@@ -77,6 +81,92 @@ def test_the_documented_figures() -> None:
     assert [shape.length for shape in second.shapes] == [1024, 16384]
     assert {first.device.type, second.device.type} == {"cpu"}
     assert first.dtype == "fp32"
+
+
+def test_the_figures_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes that peers publish, with peers and both ways to handle the backward."""
+    monkeypatch.setattr(timing, "find_device", torch.device)
+    monkeypatch.setattr(operator, "choose", lambda backend, device: "triton")
+    fake_fla(monkeypatch, gated_delta_rule)
+    (plan,) = operator.read_plans(suite="hopper", peers=True)
+    sizes = [(8, 2048), (4, 4096), (2, 8192), (1, 16384)]
+    assert [(s.batch, s.length) for s in plan.shapes] == sizes
+    assert {s[2:] for s in plan.shapes} == {(16, 128, 128)}
+    assert (plan.device.type, plan.dtype) == ("cuda", "bf16")
+    kept = ["triton-no-recompute", "fla-no-recompute"]
+    assert sorted(operator.find_operators(plan)[0]) == sorted(["triton", "fla", *kept])
+    (plan,) = operator.read_plans(suite="hopper", recompute=False, peers=True)
+    assert sorted(operator.find_operators(plan)[0]) == ["fla", kept[1], "triton"]
+    (plan,) = operator.read_plans(suite="hopper")
+    assert list(operator.find_operators(plan)[0]) == ["triton"]
+
+
+def test_each_is_compared_with_its_like() -> None:
+    shape = operator.Shape(1, 8, 1, 4, 4)
+    times = {"triton": 2.0, "triton-no-recompute": 1.0, "fla": 6.0, "fla-no-recompute": 5.0}
+    rows = [
+        operator.make_row(shape, "backward", name, timing.Timing(t, t, t, 5), t, 0.5)
+        for name, t in times.items()
+    ]
+    assert [row.speedup for row in operator.relate(rows, "fla")] == [3, 5, 1, 1]
+    assert [row.speedup for row in operator.relate(rows, "triton")] == [1, 1, 2 / 6, 1 / 5]
+
+
+def test_a_copy_has_a_speed() -> None:
+    """Of some memory: between a slow laptop's and a cache's."""
+    assert 1e8 < timing.copy_bytes_per_second(CPU) < 1e13
+
+
+def test_the_first_call_of_a_fresh_process(tmp_path: Path) -> None:
+    target = tmp_path / "cold.json"
+    options = ["--backend", "torch", "--passes", "forward", "--cold", "--json", str(target)]
+    result = CliRunner().invoke(app, ["bench", "operator", *TINY, *options])
+    assert result.exit_code == 0, result.output
+    ((name, seconds),) = json.loads(target.read_text())["cold_seconds"].items()
+    assert name == "torch"
+    assert seconds > 0
+    line = f"first fwd + bwd with nothing compiled: torch {seconds:.1f} s"
+    assert line in result.stdout.splitlines()
+
+
+def test_what_a_picture_shows(tmp_path: Path) -> None:
+    (plan,) = operator.read_plans(shapes=["1x16x1x8x8", "1x8x1x8x8"], device="cpu", seconds=0.01)
+    result = operator.run(plan)
+    shapes, panels = plot.panels([result])
+    assert shapes == ["1x16x1x8x8", "1x8x1x8x8"]
+    assert list(panels) == ["fwd", "fwd train", "fwd + bwd"]
+    for title, panel in panels.items():
+        assert list(panel) == ["torch", "floor", "reference"]
+        for name in ("torch", "reference"):
+            rows = [
+                r for r in result.rows if (operator.PASSES[r.measured], r.backend) == (title, name)
+            ]
+            assert panel[name] == [row.timing.median * 1e3 for row in rows]
+        assert panel["floor"][0] == pytest.approx(2 * panel["floor"][1])  # type: ignore[operator]
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "bench.png"
+    plot.plot([result], picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_no_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    options = ["--plot", str(tmp_path / "bench.png")]
+    result = CliRunner().invoke(app, ["bench", "operator", *TINY, *options])
+    assert result.exit_code == 2
+    message = "plot: matplotlib is not installed; pip install 'gdn2[plot]' installs it"
+    assert result.stderr == f"error: {message}\n"
+    assert result.stdout == ""
+
+
+def test_tuning_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = CliRunner().invoke(app, ["bench", "tune"])
+    assert result.exit_code == 2
+    reason = "Triton kernels need a CUDA GPU, not cpu"
+    assert result.stderr == f"error: tune: there are no kernels to time here: {reason}\n"
 
 
 def test_a_backward_pass_returns_all_gradients() -> None:
@@ -183,10 +273,11 @@ def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--passes", "sideways"], "passes: got 'sideways', expected one of forward, training, b"),
         (["--chunk-size", "48"], "chunk_size: got 48, expected one of (16, 32, 64, 128)"),
         (["--threads", "0"], "threads: got 0, expected at least 1"),
-        (["--suite", "gpu"], "suite: got 'gpu', expected one of cpu"),
+        (["--suite", "gpu"], "suite: got 'gpu', expected one of cpu, hopper"),
         (["--suite", "cpu", "--backend", "torch"], "suite: got 'cpu', which sets shape, backend,"),
         (["--packed", "3,4"], "packed: got '3,4' for shape 1x2048x4x64x64, expected lengths that"),
         (["--packed", "8", "--shape", "2x64x1x8x8"], "packed: got '8' for shape 2x64x1x8x8, exp"),
+        (["--plot", "a.txt"], "plot: got 'a.txt', expected a name that ends in .png, .pdf or .svg"),
         (["--packed", "a"], "packed: got 'a' for shape 1x2048x4x64x64, expected lengths that add"),
     ],
 )
@@ -207,5 +298,5 @@ def test_a_value_of_the_wrong_type_is_a_mistake_too() -> None:
 
 def test_version_and_help() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"gdn2 {__version__}\n"
-    for verb in ([], ["doctor"], ["bench"], ["bench", "operator"]):
+    for verb in ([], ["doctor"], ["bench"], ["bench", "operator"], ["bench", "tune"]):
         assert CliRunner().invoke(app, [*verb, "--help"]).exit_code == 0

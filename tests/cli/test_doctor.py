@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from gdn2 import doctor, gated_delta_rule
 from gdn2.cli import app
+from gdn2.ops import selfcheck, trust
 from gdn2.ops.backends import why_not
+from gdn2.ops.selfcheck import Check, Checkup
 from tests.closeness import relative_error
 
 CPU = torch.device("cpu")
@@ -35,13 +37,15 @@ def test_the_command_finds_this_machine_well(tmp_path: Path) -> None:
     assert lines[-1] == "all checks passed"
     for row in ROWS:
         assert sum(line.startswith(f" {row} ") for line in lines) == 2, row  # fp64 and fp32
-    assert any(line.split()[:2] == ["rule", "torch"] for line in lines)
+    for part in ("rule", "convolution", "norms"):
+        assert any(line.split()[:2] == [part, "torch"] for line in lines), part
 
     record = json.loads(target.read_text())
     assert record["passed"] is True
     assert record["failures"] == []
     assert record["machine"]["versions"]["torch"] == torch.__version__
-    (checkup,) = [c for c in record["checkups"] if c["backend"] == "torch"]
+    assert (record["kernels"], record["distrusted"], record["verdict_file"]) == ([], [], None)
+    (checkup,) = [c for c in record["checkups"] if c["name"] == "torch"]
     cells = {(c["scenario"], c["dtype"], c["quantity"]): c for c in checkup["checks"]}
     scenarios = ["mild", "strong", "packed", "no erase", "grouped"]
     wanted = {(s, d, r) for s in scenarios for d in ("fp64", "fp32") for r in ROWS}
@@ -75,9 +79,9 @@ def test_a_wrong_sign_in_one_gradient_is_named(operand: str) -> None:
 
     checkup = doctor.check_backend(broken, "broken", CPU)
     wrong = {check.quantity for check in checkup.checks if not check.passed}
-    assert wrong == {doctor.GRADIENTS[operand]}
+    assert wrong == {selfcheck.GRADIENTS[operand]}
     assert all(c.error == pytest.approx(2) for c in checkup.checks if not c.passed)
-    assert f"broken, fp32, strong: {doctor.GRADIENTS[operand]}" in checkup.failures
+    assert f"broken, fp32, strong: {selfcheck.GRADIENTS[operand]}" in checkup.failures
 
 
 def run_with(
@@ -150,21 +154,83 @@ def test_every_backend_that_runs_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(doctor.available_rules(CPU)) == [
         name for name in ("triton", "torch") if why_not(name, CPU) is None
     ]
-    monkeypatch.setattr(doctor, "why_not", lambda backend, device: None)
+    monkeypatch.setattr(doctor, "why_not", lambda backend, device, **_: None)
     assert list(doctor.available_rules(CPU)) == ["triton", "torch"]
 
 
+@pytest.fixture
+def gpu_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let the doctor take the CPU for a GPU that kernels run on; returns where it writes."""
+    monkeypatch.setattr(doctor, "why_not", lambda backend, device, **_: None)
+    monkeypatch.setattr(doctor, "available_rules", lambda device: {})
+    monkeypatch.setattr(trust, "_known", {})
+    monkeypatch.setattr(trust, "identity", lambda device: "this one")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gdn2" / "kernels.json"
+
+
+def kernel(name: str, error: float, *problems: str) -> Checkup:
+    checks = (Check("alone", "fp32", "o", 1e-7, 2e-5), Check("alone", "bf16", "R", error, 2e-2))
+    return Checkup(name, checks, problems)
+
+
+def test_a_wrong_kernel_is_named_and_not_used_again(
+    gpu_like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = (kernel("scan", 0.3), kernel("step", 1e-3), kernel("conv", 0.0, "bf16, alone: Oops"))
+    monkeypatch.setattr(doctor, "check_kernels", lambda device: kernels)
+    result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 1
+    (scan,) = (line for line in lines if line.startswith(" scan "))
+    assert scan.split() == ["scan", "1.0e-07", "3e-01", "FAIL", "distrusted"]
+    assert any(line.split() == ["step", "1.0e-07", "1.0e-03", "trusted"] for line in lines)
+    assert lines[-2] == f"scan, conv: not used from now on, as {gpu_like} says"
+    assert lines[-1] == "failed: scan, bf16, alone: R; conv, bf16, alone: Oops"
+    found = {"scan": "scan, bf16, alone: R", "conv": "conv, bf16, alone: Oops"}
+    assert json.loads(gpu_like.read_text()) == {"this one": found}
+    assert trust.trusted("step", CPU) and not trust.trusted("scan", CPU)
+
+
+def test_a_new_verdict_replaces_the_old(gpu_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the old one is forgotten while the kernels are checked."""
+    trust.record(CPU, {"scan": "wrong"})
+    seen: list[bool] = []
+
+    def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
+        seen.append(trust.trusted("scan", device))
+        return (kernel("scan", 1e-3),)
+
+    monkeypatch.setattr(doctor, "check_kernels", check_kernels)
+    report = doctor.diagnose("cpu")
+    assert seen == [True]
+    assert report.failures == []
+    assert json.loads(gpu_like.read_text()) == {"this one": {}}
+
+
+def test_kernels_right_alone_and_wrong_together(
+    gpu_like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**operands: Any) -> tuple[Tensor, Tensor | None]:
+        return torch_rule(**operands | {"k": negated(operands["k"])})
+
+    monkeypatch.setattr(doctor, "check_kernels", lambda device: (kernel("scan", 1e-3),))
+    monkeypatch.setattr(doctor, "available_rules", lambda device: {"triton": broken})
+    doctor.diagnose("cpu")
+    assert json.loads(gpu_like.read_text()) == {"this one": {"rule": "triton, fp64, mild: dk"}}
+
+
 def test_operands_are_as_described() -> None:
-    strong, packed, grouped = (doctor.SCENARIOS[i] for i in (1, 2, 4))
-    g = doctor.make_operands(strong, torch.float32)["g"]
+    strong, packed, grouped = (selfcheck.SCENARIOS[i] for i in (1, 2, 4))
+    g = selfcheck.make_operands(strong, torch.float32)["g"]
     for spike, share in {-20.0: 0.07, -1000.0: 0.03}.items():
         assert float((g == spike).double().mean()) == pytest.approx(share, rel=0.2)
     assert float(g.max()) < 0
-    operands = doctor.make_operands(grouped, torch.bfloat16)
+    operands = selfcheck.make_operands(grouped, torch.bfloat16)
     assert operands["k"].dtype == operands["b"].dtype == torch.bfloat16
     assert operands["g"].dtype == operands["initial_state"].dtype == torch.float32
     assert operands["g"].shape[2:] == (2, 1)
-    assert doctor.make_operands(packed, torch.float64)["initial_state"].shape[0] == 6
+    assert selfcheck.make_operands(packed, torch.float64)["initial_state"].shape[0] == 6
 
 
 def test_the_measure_of_error_is_that_of_the_tests() -> None:
@@ -172,9 +238,9 @@ def test_the_measure_of_error_is_that_of_the_tests() -> None:
     nan = torch.tensor([1.0, torch.nan, 1.0])
     pairs = [(one, one), (one * 1.5, one), (tiny, zero), (zero, tiny), (one, zero), (nan, one)]
     for x, y in pairs:
-        assert doctor.relative_error(x, y) == relative_error(x, y)
-    assert doctor.relative_error(one * 1.5, one) == pytest.approx(0.5)
-    assert doctor.relative_error(one, torch.ones(3, 1)) == float("inf")
+        assert selfcheck.relative_error(x, y) == relative_error(x, y)
+    assert selfcheck.relative_error(one * 1.5, one) == pytest.approx(0.5)
+    assert selfcheck.relative_error(one, torch.ones(3, 1)) == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""The first call of a fresh process with nothing compiled: what a user waits for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gdn2.bench.operator import Plan
+
+
+def first_call_seconds(plan: Plan) -> dict[str, float]:
+    """Seconds of the first forward and backward of each operator at the first shape, Triton's cache empty."""
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "cold.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "gdn2", *_command(plan), "--json", str(target)],
+            env=os.environ | {"TRITON_CACHE_DIR": str(Path(folder) / "cache")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"cold: the fresh process failed: {last}")
+        (result,) = json.loads(target.read_text())["results"]
+    return {row["backend"]: row["first_seconds"] for row in result["rows"]}
+
+
+def _command(plan: Plan) -> list[str]:
+    """The benchmark of one shape, once."""
+    options = {
+        "--shape": str(plan.shapes[0]),
+        "--backend": ",".join(plan.backends),
+        "--device": plan.device.type,
+        "--dtype": plan.dtype,
+        "--chunk-size": str(plan.chunk_size),
+        "--packed": plan.packed,
+        "--passes": "backward",
+        "--seconds": "0",
+    }
+    words = [word for option in options.items() for word in option]
+    erase = "--erase" if plan.erase else "--no-erase"
+    return ["bench", "operator", *words, erase, "--recompute", *(["--peers"] if plan.peers else [])]

@@ -1,0 +1,192 @@
+"""Each kernel beside the equations written out: what every stage gives for one sequence whose other stages are exact.
+
+A stage is fed with exact tensors, computed in fp64 on the CPU and rounded, so that an error is its own. Kernels of one
+stage run one after the other: the later one is also fed by the earlier. Kernels of other operators have torch twins.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gdn2.ops.arguments import state_dtype
+from gdn2.ops.chunk_op import pack
+from gdn2.ops.operands import Operands
+from gdn2.ops.selfcheck import (
+    DTYPES,
+    TOLERANCES,
+    Check,
+    Scenario,
+    loss_weights,
+    make_operands,
+    relative_error,
+)
+from gdn2.ops.triton import stages
+from gdn2.ops.triton.companions import Pairs, check_conv, check_norm, check_step
+from gdn2.ops.triton.pipeline import dense_table
+from gdn2.ops.triton.stages import Factors, Table
+
+CHUNK = 64
+MILD = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(128, 128))
+STRONG = replace(MILD, name="strong", strong=True)
+
+
+class Exact:
+    """One sequence in fp64, all that passes between the stages, and the gradients of all of it by autograd.
+
+    Every pair of tokens has its own decay, the exponential of a sum: nothing is split or measured from anywhere.
+    """
+
+    def __init__(self, scenario: Scenario, dtype: torch.dtype) -> None:
+        given = make_operands(scenario, dtype)
+        state = given.pop("initial_state")
+        self.rounded = pack(**given, scale=given["q"].shape[-1] ** -0.5)
+        self.state = state.double().requires_grad_()
+        self.x = {n: y[0].double().requires_grad_() for n, y in given.items()}
+        self.length = given["q"].shape[1]
+        self.compute_factors()
+        self.compute_scan()
+        self.differentiate()
+
+    def load(self, name: str) -> Tensor:
+        """Tokens [L, H, d] as chunks [M, H, C, d], zero past the end."""
+        x = self.x[name]
+        return pad(x, (0, 0, 0, 0, 0, -len(x) % CHUNK)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    def compute_factors(self) -> None:
+        """Eqs. 18–22 and 25, with the decay D [M, H, C, C, d_k] from each token (third axis) to each later one."""
+        q, k, v, g, b, w = map(self.load, "qkvgbw")
+        Q, E = q * self.rounded.scale, b * k
+        t = torch.arange(CHUNK)
+        later = (t > t[:, None])[..., None]
+        D = torch.where(later, g.unsqueeze(2), 0.0).cumsum(3).exp() * (t >= t[:, None])[..., None]
+        gamma = g.cumsum(2).exp()
+        self.Q_gamma, self.K_tail, self.gamma_C = Q * gamma, k * D[:, :, :, -1], gamma[:, :, -1]
+        self.A_qk = torch.einsum("mhrc,mhsrc,mhsc->mhrs", Q, D, k)
+        T = torch.einsum("mhrc,mhsrc,mhsc->mhrs", E, D, k).tril(-1)
+        self.A = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + T).tril()
+        self.Y, self.U = self.A @ (E * gamma), self.A @ (w * v)
+
+    def compute_scan(self) -> None:
+        """Eqs. 23 and 24, keeping the state at both ends of each chunk."""
+        S, outputs = self.state[0], []
+        self.start_list, self.end_list, self.R_list = [], [], []
+        for Q_gamma, K_tail, gamma_C, A_qk, Y, U in zip(
+            self.Q_gamma, self.K_tail, self.gamma_C, self.A_qk, self.Y, self.U, strict=True
+        ):
+            R = U - Y @ S
+            outputs.append(Q_gamma @ S + A_qk @ R)
+            self.start_list.append(S)
+            S = gamma_C.unsqueeze(-1) * S + K_tail.mT @ R
+            self.R_list.append(R)
+            self.end_list.append(S)
+        self.o = torch.cat(outputs, 1).transpose(0, 1)[: self.length]
+        self.final = S.unsqueeze(0)
+        self.starts, self.R = torch.stack(self.start_list), torch.stack(self.R_list)
+
+    def differentiate(self) -> None:
+        """Gradients of a random loss: of the operands and of what passes between the stages."""
+        self.do, self.d_final = loss_weights(self.o, self.final)
+        leaves = {**self.x, "state": self.state}
+        wanted = [*leaves.values(), *self.R_list, *self.end_list]
+        grads = torch.autograd.grad((self.o, self.final), wanted, (self.do, self.d_final))
+        self.grads = dict(zip(leaves, grads, strict=False))
+        last = len(grads) - len(self.end_list)
+        self.dR, self.ends = torch.stack(grads[len(leaves) : last]), torch.stack(grads[last:])
+
+    def operands(self, device: torch.device) -> tuple[Operands, Table]:
+        """What every stage is given."""
+        tensors = {n: t.to(device) for n, t in self.rounded._asdict().items() if n != "scale"}
+        return self.rounded._replace(**tensors), dense_table(1, self.length, CHUNK, device)
+
+    def give(self, name: str, device: torch.device) -> Tensor:
+        """One of the tensors between the stages as a kernel gets it: rounded, decays and states less so."""
+        wide = name in ("gamma_C", "state", "d_final")
+        dtype = state_dtype(self.rounded.q) if wide else self.rounded.q.dtype
+        exact: Tensor = getattr(self, name)
+        return exact.detach().to(device, dtype).contiguous()
+
+    def factors(self, device: torch.device, deep: Tensor | None = None) -> Factors:
+        """What the stages after the first are given."""
+        names = [name for name in Factors._fields if name != "deep"]
+        flags = torch.zeros(self.A.shape[:3], dtype=torch.int8, device=device)
+        given = {name: self.give(name, device) for name in names}
+        return Factors(**given, deep=flags if deep is None else deep)
+
+
+exact = cache(Exact)
+
+
+def check_intra(
+    names: tuple[str, ...], scenario: Scenario, device: torch.device, dtype: torch.dtype
+) -> Pairs:
+    """Factors of each chunk (Eqs. 18–22, 25)."""
+    right = exact(scenario, dtype)
+    f = stages.intra(*right.operands(device), "ieee")
+    return {name: (getattr(f, name), getattr(right, name)) for name in names}
+
+
+def check_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Output and states (Eqs. 23, 24), for the forward and for the backward."""
+    right = exact(MILD, dtype)
+    x, table = right.operands(device)
+    f, state = right.factors(device), right.give("state", device)
+    o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
+    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    found = {"o": o, "final": final, "starts": starts, "R": R}
+    return {name: (y, getattr(right, name)) for name, y in found.items() if y is not None}
+
+
+def check_scan_reverse(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Gradients of residuals and states (Eqs. 53–63)."""
+    right = exact(MILD, dtype)
+    do, d_final = right.give("do", device), right.give("d_final", device)
+    x, table = right.operands(device)
+    dR, ends, d_state = stages.scan_reverse(x, right.factors(device), table, do, d_final)
+    return {
+        "dR": (dR, right.dR),
+        "ends": (ends, right.ends),
+        "d_state": (d_state, right.grads["state"]),
+    }
+
+
+def check_gradient(
+    names: str, scenario: Scenario, device: torch.device, dtype: torch.dtype
+) -> Pairs:
+    """Gradients of the operands (Eqs. 53–82)."""
+    right = exact(scenario, dtype)
+    x, table = right.operands(device)
+    f = right.factors(device, stages.intra(x, table, "ieee").deep)
+    between = (right.give(name, device) for name in ("do", "starts", "R", "ends", "dR"))
+    grads = dict(zip("qkvgbw", stages.gradient(x, f, table, *between), strict=True))
+    return {f"d{name}": (grads[name], right.grads[name]) for name in names}
+
+
+SCORES = ("Q_gamma", "K_tail", "gamma_C", "A_qk")
+# A kernel's name, and what compares it on a device in a dtype; `gdn2.ops.trust` remembers the names that fail.
+CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
+    "scores": partial(check_intra, SCORES, MILD),
+    "deep_scores": partial(check_intra, ("A_qk",), STRONG),
+    "solve": partial(check_intra, ("A", "Y", "U"), MILD),
+    "scan": check_scan,
+    "scan_reverse": check_scan_reverse,
+    "gradient_values": partial(check_gradient, "vw", MILD),
+    "gradient_states": partial(
+        check_gradient, "qkgb", MILD
+    ),  # what it makes is only seen in the keys'
+    "gradient_keys": partial(check_gradient, "qkgb", MILD),
+    "deep_gradient": partial(check_gradient, "qkgb", STRONG),
+    "step": check_step,
+    "conv": check_conv,
+    "norm": check_norm,
+}
+
+
+def check_kernel(kernel: str, device: torch.device, dtype: str) -> Iterator[Check]:
+    """Yield the error of every quantity that a kernel makes, held to the looser bound of gradients."""
+    for quantity, (actual, expected) in CHECKS[kernel](device, DTYPES[dtype]).items():
+        error = relative_error(actual, expected)
+        yield Check("alone", dtype, quantity, error, TOLERANCES[dtype][1])

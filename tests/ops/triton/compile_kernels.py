@@ -1,0 +1,100 @@
+"""Compile what the stages would launch, for any architecture and without a GPU: a script, since tests interpret.
+
+    python -m tests.ops.triton.compile_kernels KERNELS ARCHITECTURE,DTYPE,WIDTH,CHUNK …
+
+KERNELS are names with commas, or "all". Prints a JSON list of [case, kernel, bytes of shared memory or an error].
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gdn2.ops.operands import Operands
+from gdn2.ops.triton import launch, stages
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | INTEGERS
+
+
+class Compiled:
+    """In place of a kernel: compiles it for the arguments it is launched with."""
+
+    def __init__(self, kernel: Any, target: int, report: Callable[[str, int | str], None]) -> None:
+        self.kernel, self.target, self.report = kernel, target, report
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.compile
+
+    def compile(self, *arguments: Any, num_warps: int, num_stages: int = 3, **options: Any) -> None:
+        given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | options
+        types, constants, aligned = {}, {}, {}
+        for i, name in enumerate(self.kernel.arg_names):
+            value = given[name]
+            if isinstance(value, Tensor):
+                types[name] = f"*{NAMES[value.dtype]}"
+                aligned[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float) and name not in options:
+                types[name] = "fp32"
+            else:
+                types[name], constants[(i,)] = "constexpr", value
+        source = ASTSource(self.kernel, types, constants, aligned)
+        how = {"num_warps": num_warps, "num_stages": num_stages}
+        try:
+            made = compile_kernel(source, target=GPUTarget("cuda", self.target, 32), options=how)
+            self.report(self.kernel.__name__, made.metadata.shared)
+        except Exception as failure:
+            self.report(self.kernel.__name__, f"{type(failure).__name__}: {failure}"[-300:])
+
+
+class Skipped:
+    """In place of a kernel that is not asked for."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: None
+
+
+def run_stages(dtype: torch.dtype, width: int, chunk: int) -> None:
+    """Two chunks through all stages, forward and backward."""
+
+    def zeros(dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(2 * chunk, 2, width, dtype=dtype)
+
+    x = Operands(zeros(), zeros(), zeros(), zeros(torch.float32), zeros(), zeros(), 0.1)
+    table = stages.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
+    state = torch.zeros(1, 2, width, width)
+    f = stages.intra(x, table, "ieee")
+    stages.scan(x, f, table, state, outputs=True, save=False)
+    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    assert starts is not None and R is not None
+    dR, ends, _ = stages.scan_reverse(x, f, table, x.v, state)
+    stages.gradient(x, f, table, x.v, starts, R, ends, dR)
+
+
+def main(wanted: str, *cases: str) -> None:
+    rows: list[tuple[str, str, int | str]] = []
+    kernels = {n: f for n, f in vars(stages).items() if n.endswith("_kernel")}
+    for case in cases:
+        target, dtype, width, chunk = case.split(",")
+
+        def report(kernel: str, result: int | str, case: str = case) -> None:
+            rows.append((case, kernel, result))
+
+        for name, kernel in kernels.items():
+            asked = wanted == "all" or name.removesuffix("_kernel") in wanted.split(",")
+            setattr(stages, name, Compiled(kernel, int(target), report) if asked else Skipped())
+        launch.INTERPRETED = divmod(int(target), 10)
+        launch.capability.cache_clear()
+        run_stages(DTYPES[dtype], int(width), int(chunk))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
