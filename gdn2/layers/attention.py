@@ -1,0 +1,64 @@
+"""Softmax attention as a token mixer: full, or over a sliding window."""
+
+from torch import Tensor, nn
+
+from gdn2.layers.config import AttentionConfig
+from gdn2.layers.initialisation import fill
+from gdn2.layers.layout import Layout
+from gdn2.layers.recurrence import state_dtype
+from gdn2.ops.attention import attention
+from gdn2.ops.kv_cache import KVCache
+from gdn2.ops.rotary import apply_rotary
+
+
+class AttentionMixer(nn.Module):
+    """Causal attention with rotary embedding; its state is a cache, a ring of `window` slots or one that grows."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(hidden_size, keys, bias=False)
+        self.out_proj = nn.Linear(queries, hidden_size, bias=False)
+        fill(self, config)
+
+    def forward(
+        self, x: Tensor, state: KVCache | None, layout: Layout, inplace: bool = False
+    ) -> tuple[Tensor, KVCache | None]:
+        """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
+        c = self.config
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in projections)
+        table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(q.dtype), q.device)
+        started = state is not None and state.capacity > 0
+        y, cache = attention(
+            apply_rotary(q, *table),
+            apply_rotary(k, *table),
+            v,
+            window=c.window,
+            cu_seqlens=layout.cu_seqlens,
+            cache=state if started else None,
+            output_cache=state is not None,
+            inplace=inplace and started and layout.is_step,
+            block_mask=layout.block_mask(c.window, q.device) if not started else None,
+        )
+        return self.out_proj(y.flatten(-2)), cache
+
+    def new_state(self, rows: int, capacity: int = 0) -> KVCache:
+        """A cache that makes its slots when the first tokens come, or has room for `capacity` at once."""
+        slots = capacity if self.config.window is None or capacity == 0 else self.config.window
+        like = self.out_proj.weight.new_empty(0, 0, self.config.kv_heads, self.config.head_dim)
+        return KVCache.empty(rows, slots, like)
+
+    def reserve(self, state: KVCache, tokens: int) -> KVCache:
+        """Room for `tokens` more, so that steps in place need no other memory; a ring has all it needs."""
+        return state.reserve(tokens) if self.config.window is None else state
+
+    def core_flops(self, length: int) -> float:
+        """Forward, per token of a sequence of this length, without the linear maps."""
+        c = self.config
+        window = length if c.window is None else min(c.window, length)
+        attended = window - window * (window - 1) / (2 * length)
+        return 4 * c.num_heads * c.head_dim * attended

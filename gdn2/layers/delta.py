@@ -1,0 +1,140 @@
+"""The token mixer of Gated DeltaNet-2 and of the family it contains."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from gdn2.layers.config import DeltaConfig
+from gdn2.layers.convolution import ShortConvolution
+from gdn2.layers.initialisation import fill
+from gdn2.layers.layout import Layout
+from gdn2.layers.norm import RMSNorm
+from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
+from gdn2.ops.family import Pattern, gated_delta_net_2, kda
+from gdn2.ops.flops import rule_flops
+
+
+class DeltaState(NamedTuple):
+    """What the mixer carries from token to token."""
+
+    memory: Tensor  # [rows, value heads, key width, value width] S, fp32
+    q_conv: Tensor  # [rows, channels, conv width − 1] the convolutions' last inputs
+    k_conv: Tensor
+    v_conv: Tensor
+
+
+class LowRank(nn.Module):
+    """Two maps through a narrow middle, with nothing between them."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class DeltaMixer(nn.Module):
+    """The paper's block design: q, k and v through short convolutions, gates from x, the rule, a gated norm.
+
+    With more value heads than heads, q, k, the log-decay and the erase gate are shared by groups of value heads.
+    """
+
+    def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float = 1e-5) -> None:
+        super().__init__()
+        self.config = config
+        keys, values = config.key_width, config.value_width
+
+        def linear(outputs: int) -> nn.Linear:
+            return nn.Linear(hidden_size, outputs, bias=False)
+
+        def branch(outputs: int, bias: bool) -> nn.Module:
+            if config.gate_rank is None:
+                return linear(outputs)
+            return LowRank(hidden_size, config.gate_rank, outputs, bias)
+
+        self.q_proj, self.k_proj, self.v_proj = linear(keys), linear(keys), linear(values)
+        self.q_conv = ShortConvolution(keys, config.conv_width, l2_width=config.key_head_dim)
+        self.k_conv = ShortConvolution(keys, config.conv_width, l2_width=config.key_head_dim)
+        self.v_conv = ShortConvolution(values, config.conv_width)
+        if config.gates == "separate":
+            self.erase_proj, self.write_proj = linear(keys), linear(values)
+        else:
+            self.beta_proj = linear(config.value_heads)
+        if config.decay != "none":
+            per_channel = config.decay == "channel"
+            speeds = keys if per_channel else config.num_heads
+            self.decay_proj = branch(speeds, bias=False) if per_channel else linear(speeds)
+            self.decay_log_rate = nn.Parameter(torch.empty(config.num_heads))
+            self.decay_bias = nn.Parameter(torch.empty(speeds))
+        if config.output_gate != "none":
+            self.gate_proj = branch(values, bias=True)
+        self.norm = RMSNorm(config.value_head_dim, norm_eps)
+        self.out_proj = nn.Linear(values, hidden_size, bias=False)
+        fill(self, config)
+
+    def forward(
+        self, x: Tensor, state: DeltaState | None, layout: Layout, inplace: bool = False
+    ) -> tuple[Tensor, DeltaState | None]:
+        """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
+        _, q_past, k_past, v_past = state or (None,) * 4
+        q, q_past = self.q_conv(self.q_proj(x), q_past, layout, inplace)
+        k, k_past = self.k_conv(self.k_proj(x), k_past, layout, inplace)
+        v, v_past = self.v_conv(self.v_proj(x), v_past, layout, inplace)
+        pattern = self._pattern(x, self._key_heads(q), self._key_heads(k), self._value_heads(v))
+        o, memory = run_rule(pattern, None if state is None else state.memory, layout, inplace)
+        y = self.out_proj(self._gated(o, x).flatten(-2))
+        return y, None if memory is None else DeltaState(memory, q_past, k_past, v_past)
+
+    def new_state(self, rows: int, capacity: int = 0) -> DeltaState:
+        """An empty state; its size does not depend on the tokens it will see."""
+        c, like = self.config, self.out_proj.weight
+        shape = (rows, c.value_heads, c.key_head_dim, c.value_head_dim)
+        memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        return DeltaState(memory, *(conv.new_state(rows) for conv in convolutions))
+
+    def core_flops(self, length: int) -> float:
+        """Forward, per token, without the linear maps."""
+        c = self.config
+        group = c.value_heads // c.num_heads
+        return c.num_heads * rule_flops(c.key_head_dim, group * c.value_head_dim, CHUNK, True)
+
+    def _pattern(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Pattern:
+        """The rule's operands, with the gates of Eqs. 11 and 85: b = σ(W_b x), w = σ(W_w x)."""
+        c = self.config
+        g = self._log_decay(x, q.dtype)
+        if c.gates == "tied":
+            return kda(q, k, v, g, self._ranged(self.beta_proj(x).sigmoid()))
+        b = self._ranged(self._key_heads(self.erase_proj(x).sigmoid()))
+        w = self._value_heads(self.write_proj(x).sigmoid())
+        b = b.mean(-1, keepdim=True) if c.erase_gate == "mean" else b
+        w = w.mean(-1, keepdim=True) if c.write_gate == "mean" else w
+        return gated_delta_net_2(q, k, v, g, b, w)
+
+    def _ranged(self, gate: Tensor) -> Tensor:
+        return gate if self.config.erase_range == 1 else self.config.erase_range * gate
+
+    def _log_decay(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The log-decay g = −exp(a) ⊙ softplus(W_f x + δ) in fp32 (Eqs. 12, 86)."""
+        wide = state_dtype(dtype)
+        if self.config.decay == "none":
+            return x.new_zeros(*x.shape[:2], 1, 1, dtype=wide)
+        speed = softplus(self.decay_proj(x).to(wide) + self.decay_bias.to(wide))
+        rate = self.decay_log_rate.to(wide).exp()
+        return -rate.unsqueeze(-1) * speed.unflatten(-1, (self.config.num_heads, -1))
+
+    def _gated(self, o: Tensor, x: Tensor) -> Tensor:
+        if self.config.output_gate == "none":
+            return self.norm(o)
+        gate = self._value_heads(self.gate_proj(x))
+        return self.norm.gated(o, gate, self.config.output_gate)
+
+    def _key_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.config.num_heads, -1))
+
+    def _value_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.config.value_heads, -1))

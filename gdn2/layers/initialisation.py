@@ -1,0 +1,88 @@
+"""How every parameter begins, in one function.
+
+A value depends on the seed and on the parameter's name and full shape alone, and is drawn in fp32 on the CPU. So one
+seed gives the same bits on every device, for a model made on the meta device and filled later, and for a shard of it.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gdn2.layers.config import DeltaConfig, Mamba2Config, MixerConfig
+
+XAVIER_GAIN = 2**-2.5
+STEP_SIZES = (1e-3, 1e-1)  # of Δ at the start, spread evenly in the logarithm
+LARGEST_RATE, SMALLEST_RATE = 16.0, 1e-4
+
+
+def initial_value(
+    name: str,
+    shape: torch.Size,
+    *,
+    seed: int,
+    mixer: MixerConfig | None = None,
+    depth: int | None = None,
+    embedding_std: float = 0.02,
+) -> Tensor:
+    """The first value of the parameter `name`, where `mixer` is the mixer it belongs to, if any.
+
+    Linear maps of the delta family are Xavier-uniform with a small gain; others are uniform within 1/√inputs, and those
+    that end a residual branch are divided by √(2 · depth) in a model of `depth` blocks.
+    """
+    random = _generator(seed, name)
+    owner, kind = ("", *name.split("."))[-2:]
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(shape).uniform_(low, high, generator=random)
+
+    match owner, kind:
+        case "embedding", _:
+            value = torch.empty(shape).normal_(0, embedding_std, generator=random)
+        case _, "weight" if owner.endswith("norm"):
+            value = torch.ones(shape)
+        case _, "weight" | "bias" if owner.endswith("conv"):
+            assert isinstance(mixer, DeltaConfig | Mamba2Config)
+            bound = mixer.conv_width**-0.5
+            value = uniform(-bound, bound)
+        case _, "bias":
+            value = torch.zeros(shape)
+        case _, "decay_log_rate":  # Gated DeltaNet draws from 0 on, where a logarithm has no end
+            lowest = 0.0 if isinstance(mixer, DeltaConfig) and mixer.decay == "head" else 1.0
+            value = uniform(lowest, LARGEST_RATE).clamp(min=SMALLEST_RATE).log()
+        case _, "decay_bias" | "step_bias":
+            value = _inverse_softplus(uniform(*map(math.log, STEP_SIZES)).exp())
+        case _, "skip" | "key_bias" | "query_bias" | "mimo_gate":
+            value = torch.ones(shape)
+        case _, "mimo_value" | "mimo_out":
+            value = torch.full(shape, 1 / shape[1])
+        case _, _:
+            value = uniform(-1, 1) * _linear_bound(owner, shape, mixer, depth)
+    return value
+
+
+def _linear_bound(
+    owner: str, shape: torch.Size, mixer: MixerConfig | None, depth: int | None
+) -> float:
+    outputs, inputs = shape
+    if isinstance(mixer, DeltaConfig):
+        return XAVIER_GAIN * math.sqrt(6 / (inputs + outputs))
+    ends_a_branch = owner in ("out_proj", "down_proj")
+    return inputs**-0.5 / (math.sqrt(2 * depth) if depth and ends_a_branch else 1)
+
+
+def fill(module: nn.Module, mixer: MixerConfig | None = None, seed: int = 0) -> None:
+    """Give a module that stands alone its first values; on the meta device there is nothing to fill."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            parameter.data.copy_(initial_value(name, parameter.shape, seed=seed, mixer=mixer))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
+def _inverse_softplus(x: Tensor) -> Tensor:
+    return x + (-torch.expm1(-x)).log()

@@ -1,0 +1,29 @@
+"""The rule over whatever a layout holds: whole sequences, packed ones, or one more token."""
+
+import torch
+from torch import Tensor
+
+from gdn2.layers.layout import Layout
+from gdn2.ops.family import Pattern
+from gdn2.ops.rule import gated_delta_rule, gated_delta_step
+
+CHUNK = 64  # tokens, as the rule takes them by default; for counting
+
+
+def run_rule(
+    pattern: Pattern, memory: Tensor | None, layout: Layout, inplace: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, where a memory was given, the next one; a step may overwrite it."""
+    if memory is not None and layout.is_step:
+        return gated_delta_step(**pattern, state=memory, inplace=inplace)
+    return gated_delta_rule(
+        **pattern,
+        initial_state=memory,
+        output_final_state=memory is not None,
+        cu_seqlens=layout.cu_seqlens,
+    )
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of memories and log-decays in a model of this dtype."""
+    return torch.promote_types(dtype, torch.float32)

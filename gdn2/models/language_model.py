@@ -1,0 +1,202 @@
+"""The language model: embedding, blocks, head."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from gdn2.layers.attention import AttentionMixer
+from gdn2.layers.config import MixerConfig
+from gdn2.layers.layout import Layout
+from gdn2.layers.mixers import Mixer, MixerState, build_mixer
+from gdn2.layers.mlp import SwiGLU
+from gdn2.layers.norm import RMSNorm
+from gdn2.models.config import ModelConfig
+from gdn2.models.initialisation import initialise
+from gdn2.models.param_groups import param_groups
+from gdn2.models.state import ModelState
+from gdn2.ops.arguments import require
+from gdn2.ops.kv_cache import KVCache
+from gdn2.ops.loss import linear_cross_entropy
+
+
+class Output(NamedTuple):
+    """What a call returns: logits, or a loss where there were targets; a state where there was one."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+    state: ModelState | None
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, mixer: MixerConfig, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = build_mixer(mixer, config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, x: Tensor, state: MixerState | None, layout: Layout, inplace: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        mixed, state = self.mixer(self.mixer_norm(x), state, layout, inplace)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next token; trains, prefills and decodes by the same call.
+
+        model(ids, targets=targets).loss                        train
+        state = model(prompt, model.new_state(rows)).state      prefill
+        logits, _, state = model(token, state)                  decode
+
+    Made under `torch.device("meta")` its parameters hold nothing until `to_empty` and `initialise`; the bits are those
+    of a model made anywhere else from the same seed.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self._digest = config.digest
+        self._checkpoints_blocks = False
+        with torch.device("meta"):  # every value is drawn once, below
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.blocks = nn.ModuleList(Block(mixer, config) for mixer in config.mixers)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            if not config.tie_word_embeddings:
+                self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        device = torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            initialise(self, config, seed)
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        layout: Layout | None = None,
+        *,
+        targets: Tensor | None = None,
+        inplace: bool = False,
+    ) -> Output:
+        """Logits [batch, length, vocabulary] after each of ids [batch, length], or the mean loss against targets.
+
+        Args:
+            ids: tokens, as `layout` says they lie; without one each row is a sequence.
+            state: what came before, from `new_state` or from an earlier call; None starts anew and keeps nothing.
+            layout: of packed sequences, or of a padded batch; logits of padding are zero, its targets do not count.
+            targets: [batch, length] the token that should follow each, −100 where none counts. The logits are then
+                never held whole.
+            inplace: let a call of one token overwrite the given state.
+        """
+        if targets is not None:
+            require(targets.shape == ids.shape, "targets", ("shape", targets), ("ids'", ids))
+        hidden, state, layout = self._encode(ids, state, layout, inplace)
+        if targets is None:
+            return Output(layout.unpack(linear(hidden, self.head_weight)), None, state)
+        loss = linear_cross_entropy(hidden, self.head_weight, layout.pack(targets))
+        return Output(None, loss, state)
+
+    def next_token_logits(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        layout: Layout | None = None,
+        *,
+        inplace: bool = False,
+    ) -> tuple[Tensor, ModelState | None]:
+        """Logits [sequences, vocabulary] after the last token of each, NaN where it has none; and the state."""
+        hidden, state, layout = self._encode(ids, state, layout, inplace)
+        nothing = hidden.new_full((layout.rows, hidden.shape[-1]), torch.nan)
+        return linear(layout.last(hidden, nothing), self.head_weight), state
+
+    def new_state(self, rows: int, capacity: int = 0) -> ModelState:
+        """The state of `rows` sequences before their first tokens; caches get room for `capacity` tokens at once."""
+        require(rows >= 0, "rows", rows, "at least 0")
+        states = tuple(mixer.new_state(rows, capacity) for mixer in self.mixers)
+        seen = torch.zeros(rows, dtype=torch.int64, device=self.embedding.weight.device)
+        return ModelState(states, seen, self._digest)
+
+    def reserve(self, state: ModelState, tokens: int) -> ModelState:
+        """Room for `tokens` more in the caches of full attention, which steps in place cannot make."""
+        layers = list(state.layers)
+        for i, (mixer, layer) in enumerate(zip(self.mixers, state.layers, strict=True)):
+            if isinstance(mixer, AttentionMixer) and isinstance(layer, KVCache):
+                layers[i] = mixer.reserve(layer, tokens)
+        return replace(state, layers=tuple(layers))
+
+    def cast(self, dtype: torch.dtype) -> "LanguageModel":
+        """Weights in `dtype`, but fp32 for decays and step sizes, whose rounding would add up over the tokens."""
+        wide = torch.promote_types(dtype, torch.float32)
+        for name, parameter in self.named_parameters():
+            exact = name.endswith(("decay_log_rate", "decay_bias", "step_bias"))
+            parameter.data = parameter.data.to(wide if exact else dtype)
+        return self
+
+    def checkpoint_blocks(self, enabled: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward and compute the rest again."""
+        self._checkpoints_blocks = enabled
+
+    def param_groups(self, weight_decay: float, *, decay_all: bool = False) -> list[dict[str, Any]]:
+        """All parameters as groups of an optimiser: what decays, what does not, and what Muon may take."""
+        return param_groups(self, weight_decay, decay_all)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [cast(Block, block).mixer for block in self.blocks]
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.config.tie_word_embeddings else self.head.weight
+
+    def _encode(
+        self, ids: Tensor, state: ModelState | None, layout: Layout | None, inplace: bool
+    ) -> tuple[Tensor, ModelState | None, Layout]:
+        """Hidden states [1, tokens, width] or [batch, length, width], the state after them, and the layout used."""
+        layout = self._laid_out(ids, state, layout)
+        x = self.embedding(layout.pack(ids))
+        inplace = inplace and layout.is_step
+        before = [None] * len(self.blocks) if state is None else state.layers
+        layers: list[Any] = []
+        for block, layer in zip(self.blocks, before, strict=True):
+            x, after = self._run(block, x, layer, layout, inplace)
+            layers.append(after)
+        x = self.norm(x)
+        if state is None:
+            return x, None, layout
+        seen = state.seen + layout.lengths
+        seen = state.seen.copy_(seen) if inplace else seen
+        return x, ModelState(tuple(layers), seen, self._digest), layout
+
+    def _run(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
+        if self._checkpoints_blocks and torch.is_grad_enabled():
+            return checkpoint(block, *arguments, use_reentrant=False)
+        return block(*arguments)
+
+    def _laid_out(self, ids: Tensor, state: ModelState | None, layout: Layout | None) -> Layout:
+        """Check the arguments and return where the tokens lie."""
+        require(ids.ndim == 2, "ids", ("shape", ids), "[batch, length]")
+        require(ids.dtype in (torch.int32, torch.int64), "ids", ids.dtype, "int32 or int64")
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in ids.aminmax())
+            wrong = low if low < 0 else high
+            fits = 0 <= wrong < self.config.vocab_size
+            require(fits, "ids", wrong, f"0 to {self.config.vocab_size - 1}")
+        if layout is None:
+            layout = Layout.dense(*ids.shape)
+        elif layout.cu_seqlens is not None:
+            place = layout.cu_seqlens.device
+            require(place == ids.device, "layout", f"device {place}", f"ids' device {ids.device}")
+        wanted = (layout.batch, layout.length)
+        require(tuple(ids.shape) == wanted, "ids", ("shape", ids), wanted)
+        if state is None:
+            return layout
+        state.check_config(self._digest)
+        require(state.rows == layout.rows, "state.rows", state.rows, layout.rows)
+        return layout.after(state.seen)
