@@ -25,7 +25,7 @@ MAY_IMPORT = {  # each part, and the parts it may import; "gdn2" is the package'
     "hf": MODEL | {"gdn2", "hf"},
     "bench": EVERYTHING,
     "doctor": EVERYTHING,
-    "cli": EVERYTHING | {"doctor"},
+    "cli": EVERYTHING | {"doctor", "cli"},
     "__main__": {"cli"},
 }
 ONLY_UNDER = {  # a module, and the one folder that may import it

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from gdn2.layers.config import AttentionConfig
 from gdn2.layers.initialisation import fill
+from gdn2.layers.joint import joint
 from gdn2.layers.layout import Layout
 from gdn2.layers.recurrence import state_dtype
 from gdn2.ops.attention import attention
@@ -29,7 +30,7 @@ class AttentionMixer(nn.Module):
     ) -> tuple[Tensor, KVCache | None]:
         """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
         c = self.config
-        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        projections = joint(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in projections)
         table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(q.dtype), q.device)
         started = state is not None and state.capacity > 0

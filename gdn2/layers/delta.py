@@ -9,6 +9,7 @@ from torch.nn.functional import softplus
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.convolution import ShortConvolution
 from gdn2.layers.initialisation import fill
+from gdn2.layers.joint import joint
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
 from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
@@ -81,9 +82,10 @@ class DeltaMixer(nn.Module):
     ) -> tuple[Tensor, DeltaState | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
         _, q_past, k_past, v_past = state or (None,) * 4
-        q, q_past = self.q_conv(self.q_proj(x), q_past, layout, inplace)
-        k, k_past = self.k_conv(self.k_proj(x), k_past, layout, inplace)
-        v, v_past = self.v_conv(self.v_proj(x), v_past, layout, inplace)
+        q, k, v = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        q, q_past = self.q_conv(q, q_past, layout, inplace)
+        k, k_past = self.k_conv(k, k_past, layout, inplace)
+        v, v_past = self.v_conv(v, v_past, layout, inplace)
         pattern = self._pattern(x, self._key_heads(q), self._key_heads(k), self._value_heads(v))
         o, memory = run_rule(pattern, None if state is None else state.memory, layout, inplace)
         y = self.out_proj(self._gated(o, x).flatten(-2))
@@ -109,8 +111,9 @@ class DeltaMixer(nn.Module):
         g = self._log_decay(x, q.dtype)
         if c.gates == "tied":
             return kda(q, k, v, g, self._ranged(self.beta_proj(x).sigmoid()))
-        b = self._ranged(self._key_heads(self.erase_proj(x).sigmoid()))
-        w = self._value_heads(self.write_proj(x).sigmoid())
+        b, w = joint(x, self.erase_proj, self.write_proj)
+        b = self._ranged(self._key_heads(b.sigmoid()))
+        w = self._value_heads(w.sigmoid())
         b = b.mean(-1, keepdim=True) if c.erase_gate == "mean" else b
         w = w.mean(-1, keepdim=True) if c.write_gate == "mean" else w
         return gated_delta_net_2(q, k, v, g, b, w)

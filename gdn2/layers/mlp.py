@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from gdn2.layers.joint import joint
+
 
 class SwiGLU(nn.Module):
     """down(SiLU(gate(x)) ⊙ up(x))."""
@@ -14,4 +16,5 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joint(x, self.gate_proj, self.up_proj)
+        return self.down_proj(silu(gate) * up)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
@@ -15,12 +14,10 @@ from typer.testing import CliRunner
 import gdn2
 from gdn2.cli import app
 from gdn2.data.tokenizers import ByteTokenizer, load_tokenizer
-from gdn2.models.decode import lay_out_for_steps
 from gdn2.models.generate import Stop, generate
 from gdn2.models.sampling import GREEDY, Sampling
-from tests.closeness import assert_close
 from tests.layers.cases import DELTA, MIXERS
-from tests.models.cases import config, make, tokens
+from tests.models.cases import config, make
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 SMALL = config(DELTA, MIXERS["window"])
@@ -65,7 +62,7 @@ def test_the_text_is_what_the_model_says(folder: Path, tmp_path: Path) -> None:
     assert (report["tokens"], report["text"]) == (expected.tokens, expected.text)
     assert (report["end"], report["prompt_tokens"]) == ("length", 2)
     assert report["prefill_speed"] == pytest.approx(2 / report["prefill_seconds"])
-    assert report["decode_speed"] == pytest.approx(6 / report["decode_seconds"])
+    assert report["decode_speed"] == pytest.approx(5 / report["decode_seconds"])
     said = (
         rf"\[length after 7 tokens at {report['decode_speed']:,.1f} tokens/s \(eager: CUDA graphs "
     )
@@ -143,17 +140,6 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json: got .*, expected a tokenizer\.json$"):
         load_tokenizer(tmp_path)
-
-
-def test_columns_change_no_value() -> None:
-    model, ids = make(), tokens(2, 9)
-    before = [parameter.clone() for parameter in model.parameters()]
-    expected = model(ids).logits
-    lay_out_for_steps(model)
-    for now, was in zip(model.parameters(), before, strict=True):
-        assert torch.equal(now, was)
-    assert model.head.weight.t().is_contiguous()
-    assert_close("logits", model(ids).logits, expected, 1e-10)
 
 
 def bench(target: Path, *options: str) -> tuple[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from gdn2.ops.triton.tiles import (
     product,
     rounded,
     store_rows,
+    sums,
 )
 
 
@@ -152,7 +153,7 @@ def gradient_keys_kernel(
     HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr,
     DK: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    HALF: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK, dg and dB of one half of a chunk, for BK key channels.
 
@@ -176,9 +177,9 @@ def gradient_keys_kernel(
     seam = square + R * 2 * R
     square += here * (2 * R + 1)
 
-    g, since, after = decay_sums(g_ptr, start, rows, here, length, i_g, HG, G_WIDTH, cols, ACC)
+    g, since, after = decay_sums(g_ptr, start, rows, here, length, i_g, HG, G_WIDTH, cols, DOT, ACC)
     g_o, since_o, after_o = decay_sums(
-        g_ptr, start, rows, there, length, i_g, HG, G_WIDTH, cols, ACC
+        g_ptr, start, rows, there, length, i_g, HG, G_WIDTH, cols, DOT, ACC
     )
     total, total_o = tl.sum(g, 0), tl.sum(g_o, 0)
     K = load_rows(k_ptr, start, here + rows, length, i_k, HK, DK, cols).to(ACC)
@@ -221,6 +222,8 @@ def gradient_keys_kernel(
 
     deep = tl.load(deep_ptr + chunk * (2 * R) + here + rows)
     strict = (rows[:, None] > rows[None, :]).to(ACC)
+    until = tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0)
+    signs: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else ACC
     dg = tl.dot(strict, dK * K, input_precision=PRECISION, out_dtype=ACC) + d_whole[None, :]
     to_start = dQ * Q
     dQ, dK, more = half_gradient(
@@ -241,7 +244,7 @@ def gradient_keys_kernel(
         store_gate(db_ptr, dE * K, start, here + rows, length, i_head, H, DK, B_WIDTH, cols)
         dK += dE * B
     store_rows(dk_ptr, dK, start, here + rows, length, i_head, H, DK, cols)
-    dg += tl.cumsum(to_start, 0, reverse=True)
+    dg += sums(until.to(signs), to_start, DOT, ACC)
     store_gate(dg_ptr, dg, start, here + rows, length, i_head, H, DK, G_WIDTH, cols)
 
 

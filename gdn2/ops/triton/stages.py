@@ -274,7 +274,7 @@ def gradient(
     gradient_keys_kernel[(2 * M * H, blocks)](
         x.q, x.k, x.g, x.b, *dX, d_chunk, dA_qk, dT, f.deep, dq, dk, dg, db,
         table.start, table.length, x.scale, **sizes(x), R=C // 2, BK=BK,
-        HALF=x.q.dtype in (torch.float16, torch.bfloat16),
+        HALF=x.q.dtype in (torch.float16, torch.bfloat16), DOT=arithmetic["DOT"],
         PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip

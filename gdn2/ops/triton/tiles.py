@@ -101,23 +101,6 @@ def precise(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def decay_sums(
-    g_ptr, start, rows, first, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """Log-decays of a half and their sums since its start (own included) and after each token until its end.
-
-    The second is a reverse sum of the rows below, not a difference, so nothing cancels.
-    """
-    R: tl.constexpr = rows.shape[0]
-    here = first + rows
-    end = tl.minimum(length, first + R)  # the half's last row has none below
-    g = load_rows(g_ptr, start, here, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
-    below = load_rows(g_ptr, start, here + 1, end, i_head, HEADS, WIDTH, cols, True).to(ACC)
-    return g, tl.cumsum(g, 0), tl.cumsum(below, 0, reverse=True)
-
-
-@triton.jit
 def load_decays(
     g_ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
     ACC: tl.constexpr,
@@ -125,6 +108,22 @@ def load_decays(
     """Log-decays of the tokens of a chunk."""
     g = load_rows(g_ptr, start, rows, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
     return tl.maximum(g, -1e30)  # nothing times minus infinity is not a number
+
+
+@triton.jit
+def decay_sums(
+    g_ptr, start, rows, first, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
+    DOT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Log-decays of a half and their sums since its start (own included) and after each token until its end.
+
+    The second is a sum of the rows below, not a difference, so nothing cancels.
+    """
+    g = load_decays(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols, ACC)
+    upto = tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0)
+    beyond = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)
+    signs: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else ACC
+    return g, sums(upto.to(signs), g, DOT, ACC), sums(beyond.to(signs), g, DOT, ACC)
 
 
 # Matrices of signs [C, C], made by `stages.signs`: READER and KEY for each half, then LATER.

@@ -192,7 +192,7 @@ def test_fewer_heads_get_smaller_tiles() -> None:
     heads = [0, 1, 16, 63, 64, 256, 1024, 8192, 10**6]
     tiles = [kernel.choose_tile(n).value_block for n in heads]
     assert tiles == sorted(tiles)
-    assert tiles[:3] == [8, 8, 8]
+    assert tiles[:3] == [16, 16, 16]
     assert [least for least, _ in kernel.TILES] == sorted(
         (n for n, _ in kernel.TILES), reverse=True
     )

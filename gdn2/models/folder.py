@@ -1,0 +1,163 @@
+"""A model as a folder: config.json, safetensors, and the files of its tokenizer, under Hugging Face's names."""
+
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdn2.layers.config import AttentionConfig
+from gdn2.models.config import ModelConfig
+from gdn2.models.files import new_folder, read_json, standing, write_json
+from gdn2.models.initialisation import parameter_value
+from gdn2.models.language_model import LanguageModel
+from gdn2.models.presets import preset, preset_names
+from gdn2.models.weights import read_weights, write_weights
+from gdn2.ops.arguments import require
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MODEL_TYPE, ARCHITECTURE = "gdn2", "Gdn2ForCausalLM"
+SHARD_BYTES = 5 * 10**9
+TOKENIZER_FILES = ("tokenizer*", "special_tokens*")
+REPLACEABLE = (CONFIG, GENERATION, "model*.safetensors", "model.safetensors.index.json")
+# What Hugging Face's libraries write beside the fields of ModelConfig, and nothing here reads.
+FOREIGN = (
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "_name_or_path"),
+)
+
+
+def save_model(
+    model: LanguageModel,
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    stop_ids: Iterable[int] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model folder, in place of an older one; a write that is interrupted leaves the older one.
+
+    Args:
+        model: its parameters keep their dtypes.
+        path: the folder; one that holds anything but a model is refused.
+        tokenizer: its file or folder, whose files are copied; an older model's are kept.
+        stop_ids: tokens that end a text; an older model's are kept.
+        shard_bytes: larger models are cut into files of at most this size.
+    """
+    path = Path(path).absolute()
+    require(shard_bytes >= 1, "shard_bytes", shard_bytes, "at least 1")
+    older = standing(path)
+    _check_replaceable(older)
+    copied = _tokenizer_files(older if tokenizer is None else Path(tokenizer))
+    require(
+        tokenizer is None or bool(copied), "tokenizer", tokenizer, "a file or a folder with one"
+    )
+    ends = list(stop_ids) or load_stop_ids(older)
+    with new_folder(path) as folder:
+        write_json(folder / CONFIG, _to_json(model))
+        if ends:
+            write_json(folder / GENERATION, {"eos_token_id": ends})
+        write_weights(folder, dict(model.named_parameters()), shard_bytes)
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> LanguageModel:
+    """Read a model folder, with parameters in the dtypes they were written in, or cast to `dtype`.
+
+    Tensors that are missing or unexpected are a ValueError that names them. Without `strict` they are a warning, and
+    what is missing gets its first value.
+    """
+    folder = standing(Path(path))
+    config = load_config(folder)
+    where = torch.get_default_device() if device is None else torch.device(device)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = read_weights(folder, expected, where, strict)
+    for name, shape in expected.items():
+        if name not in found:
+            found[name] = parameter_value(name, torch.Size(shape), config, seed=0).to(where)
+    model.load_state_dict(found, assign=True)
+    return model if dtype is None else model.cast(dtype)
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The config of a model folder."""
+    file = Path(path) / CONFIG
+    data = read_json(file)
+    kind = data.get("model_type")
+    require(kind == MODEL_TYPE, f"{file}: model_type", repr(kind), repr(MODEL_TYPE))
+    own = {name: value for name, value in data.items() if name not in FOREIGN}
+    said = {name: own.pop(name) for name in ("layer_types", "sliding_window") if name in own}
+    try:
+        config = ModelConfig.from_dict(own)
+    except ValueError as mistake:
+        raise ValueError(f"{file}: {mistake}") from None
+    for name, value in said.items():
+        derived = _derived(config)[name]
+        require(value == derived, f"{file}: {name}", value, f"{derived}, as its cell says")
+    return config
+
+
+def load_stop_ids(path: str | Path) -> list[int]:
+    """The tokens that end a text of the model in a folder; none where it does not say."""
+    file = Path(path) / GENERATION
+    ids = read_json(file).get("eos_token_id") if file.exists() else []
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+def open_model(
+    name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> LanguageModel:
+    """The model in a folder or, with random weights, the preset of this name."""
+    if standing(Path(name)).is_dir():
+        return load_model(name, device=device, dtype=dtype)
+    known = name in preset_names()
+    require(known, "model", repr(name), "a folder with a model, or a name that `gdn2 show` lists")
+    model = LanguageModel(preset(name)).to(device)
+    return model if dtype is None else model.cast(dtype)
+
+
+def _to_json(model: LanguageModel) -> dict[str, Any]:
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        **model.config.to_dict(),
+        **_derived(model.config),
+    }
+
+
+def _derived(config: ModelConfig) -> dict[str, Any]:
+    """What Hugging Face's caches are made from; the cell says the same."""
+    attentions = (mixer for mixer in config.cell if isinstance(mixer, AttentionConfig))
+    windows = [mixer.window for mixer in attentions if mixer.window is not None]
+    return {"layer_types": config.layer_types, "sliding_window": max(windows, default=None)}
+
+
+def _tokenizer_files(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    names = sorted(place.iterdir()) if place.is_dir() else []
+    return [file for file in names if _matches(file, TOKENIZER_FILES)]
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace what this module did not write: a mistyped path must not cost anybody's files."""
+    require(folder.is_dir() or not folder.exists(), "path", f"the file {folder}", "a folder")
+    for file in sorted(folder.iterdir()) if folder.exists() else []:
+        ours = _matches(file, (*REPLACEABLE, *TOKENIZER_FILES))
+        require(ours, "path", f"{folder} with {file.name} in it", "a new folder, or a model's")
+
+
+def _matches(file: Path, patterns: Iterable[str]) -> bool:
+    return file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
