@@ -81,10 +81,8 @@ def factors(x: Operands, chunks: ChunkTable, dtype: torch.dtype) -> Factors:
     whole = per_chunk(since)[:, :, -1:]
     # equal roundings of a slow decay would add up in the product, and those of a strong one in the sum
     whole = torch.where(whole > 0.5, per_chunk(g).sum(2, keepdim=True).exp_(), whole)
-    deep = None
-    if not bool(
-        (per_chunk(since)[:, :, -1] >= DEEPEST).all()
-    ):  # it falls from row to row; NaN is deep
+    deep = None  # `since` falls from row to row, so the last one tells; NaN is deep
+    if not bool((per_chunk(since)[:, :, -1] >= DEEPEST).all()):
         flush(since)
         deep = deep_rows(X, K, g, since.amin(-1, keepdim=True) >= DEEPEST)
     inverse = (since if deep is None else since.clamp(min=DEEPEST)).reciprocal()
