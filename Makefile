@@ -9,8 +9,8 @@ READY := $(VENV)/ready
 demo: $(READY)  ## what this machine is, and whether every backend is right on it
 	$(BIN)/gdn2 doctor
 
-test: $(READY)  ## all tests that fit in ten minutes on two cores
-	$(BIN)/pytest -n 2 -m "not slow"
+test: $(READY)  ## all tests that fit in ten minutes on two cores: one thread each, or they wait for each other
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 test-slow: $(READY)  ## the long ones
 	$(BIN)/pytest -m slow

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gdn2.ops.triton.tiles import (
-    DEEP,
+    BOUND,
     LIFT,
     decay_sums,
     load_rows,
@@ -138,7 +138,10 @@ def half_gradient(
     """
     earlier = (rows[:, None] > rows[None, :]) & (deep == 0)[:, None]
     dM = tl.where(earlier, tl.load(dM_ptr), 0.0)
-    row_decay, key_decay = tl.exp(since) * LIFT, tl.where(since < -DEEP, 0.0, tl.exp(-since) / LIFT)
+    row_decay, key_decay = (
+        tl.exp(since) * LIFT,
+        tl.where(since < -BOUND, 0.0, tl.exp(-since) / LIFT),
+    )
     row, column = rounded(X * row_decay, HALF), rounded(K * key_decay, HALF)
     d_row = product(dM, column, ACC, PRECISION, ACC)
     d_column = product(tl.trans(dM), row, ACC, PRECISION, ACC)
@@ -192,9 +195,8 @@ def gradient_keys_kernel(
     if B_WIDTH > 0:
         B = load_rows(b_ptr, start, here + rows, length, i_b, HB, B_WIDTH, cols, True).to(ACC)
         dE = tl.load(dE_ptr + own, mask=inside, other=0.0).to(ACC)
-    if (
-        i_half == 0
-    ):  # readers of the second half pass this one on their way to the state, and meet its keys at the seam
+    if i_half == 0:
+        # readers of the second half pass this one on their way to the state, and meet its keys at the seam
         dK *= tl.exp(after + total_o[None, :])
         dQ *= tl.exp(since)
         row = load_rows(q_ptr, start, R + rows, length, i_k, HK, DK, cols).to(ACC) * scale
@@ -209,7 +211,8 @@ def gradient_keys_kernel(
             d_column += product(tl.trans(tl.load(dT_ptr + seam)), row, ACC, PRECISION, ACC)
         d_whole += d_past * tl.exp(total)
         dK += d_column * tl.exp(after)
-    else:  # keys of the first half pass this one on their way to the state, and meet its readers at the seam
+    else:
+        # keys of the first half pass this one on their way to the state, and meet its readers at the seam
         dK *= tl.exp(after)
         column = K_o * tl.exp(after_o)
         dK_o = tl.load(dK_ptr + other, mask=inside, other=0.0).to(ACC)

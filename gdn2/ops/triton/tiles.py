@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 DEEP = tl.constexpr(80.0)  # exp(80) is finite in fp32 and bf16
+BOUND = tl.constexpr(
+    81.0
+)  # of keys' exponents: sums in another order may pass the rows' bound by a rounding
 # about exp(40): moves factors between exp(-80) and 1, and between 1 and exp(80), to the middle of the range
 LIFT = tl.constexpr(2.0**58)
 
@@ -142,7 +145,7 @@ def load_signs(ptr, which, rows, cols, C: tl.constexpr):
 @triton.jit
 def key_decay(exponent, tokens, here, R: tl.constexpr):
     """Factor of the keys at the start of a half, lowered; zero for later keys, and where no row needs it."""
-    known = (tokens < here + R)[:, None] & (exponent <= DEEP)
+    known = (tokens < here + R)[:, None] & (exponent <= BOUND)
     return tl.where(known, tl.exp(exponent), 0.0) / LIFT
 
 
