@@ -34,9 +34,7 @@ from gdn2.ops.halving import flush, unit_lower_inverse
 from gdn2.ops.operands import Operands, load_tiles
 
 DEEPEST = 1e-32  # the paper's initial decays stay above over 32 tokens; 1 / since times a key stays finite
-LIFT = (
-    2.0**64
-)  # keeps the gradients of deep keys, products of a small gradient and a small reader, from underflow
+LIFT = 2.0**64  # keeps dK̄, products of a small gradient and a small reader, from underflow
 
 
 class Factors(NamedTuple):
@@ -47,9 +45,8 @@ class Factors(NamedTuple):
     K: Tensor  # [N, C, d_k]
     K_bar: Tensor  # [N, C, d_k] keys measured from their block's start (Eq. 19)
     K_end: Tensor  # [N, C, d_k] keys measured at their block's end
-    past: list[
-        Tensor
-    ]  # [N, 32 j, d_k] keys before block j, measured at its start; the last is K_tail (Eq. 41)
+    # [N, 32 j, d_k] keys before block j, measured at its start; the last one is K_tail (Eq. 41)
+    past: list[Tensor]
     since: Tensor  # [N, C, d_k or 1] decay since the block's start
     inverse: Tensor  # [N, C, d_k or 1] 1 / since, bounded where no row needs it
     after: Tensor  # [N, C, d_k or 1] decay until the block's end
@@ -195,29 +192,39 @@ def gradient(
         torch.bmm(d_read, S.mT, out=dX_i)
     dX.view(len(dX), *per_chunk(f.K).shape).mul_(f.before)
     d_end = torch.bmm(R, dS_C.mT)
-    d_whole = sum_to_width((dS_C * S).sum(-1).unsqueeze(1) * f.gamma_C.mT, f.whole).unsqueeze(1)
-    d_whole = d_whole.repeat(1, f.whole.shape[1], 1, 1)  # g through the decay of whole blocks
+    d_chunk = (dS_C * S).sum(-1).unsqueeze(1) * f.gamma_C.mT
+    d_whole = sum_to_width(d_chunk, f.whole).unsqueeze(1).repeat(1, f.whole.shape[1], 1, 1)
     gradient_between(f, R, d_reads, dX, d_end, d_whole)
-    dK, dP, d_own = gradient_inside(f, R, d_reads, dX)
+    dK_bar, dP, d_own = gradient_inside(f, R, d_reads, dX)
+    dg = log_decay_gradient(f, dX, dK_bar, d_end, d_whole)
 
+    d_met = d_own if f.deep is None else f.deep.others(blocks(d_own)).view_as(d_own)
+    dX[0].addcmul_(d_met, f.K_bar)
+    dK_bar.addcmul_(d_met, f.X[0], value=LIFT)
+    dX.mul_(f.since)
+    dK = d_end.mul_(f.after).addcmul_(f.inverse, dK_bar, value=1 / LIFT)
+    if f.deep is not None:
+        deep_gradient(f.deep, dP, d_own, dX, dK, dg)
+    return dX, dK, dg
+
+
+def log_decay_gradient(
+    f: Factors, dX: Tensor, dK_bar: Tensor, d_end: Tensor, d_whole: Tensor
+) -> Tensor:
+    """Gradient of g (Eqs. 76–82): each decay is an exponential of a sum, so what flows to it flows to every g it spans.
+
+    Decays since a block's start span the tokens up to the row's, those until its end the tokens after the key's, those
+    of a whole block all of them.
+    """
     d_since = f.X[0] * dX[0]
     for X_i, dX_i in zip(f.X[1:], dX[1:], strict=True):
         d_since.addcmul_(X_i, dX_i)
-    d_since = per_chunk(sum_to_width(d_since.addcmul_(f.K_bar, dK, value=-1 / LIFT), f.since))
+    d_since = per_chunk(sum_to_width(d_since.addcmul_(f.K_bar, dK_bar, value=-1 / LIFT), f.since))
     d_since[:, :, -1:] += d_whole
     d_after = per_chunk(sum_to_width(f.K_end * d_end, f.since))
     dg = d_since.flip(2).cumsum_(2).flip(2)
     dg[:, :, 1:] += d_after.cumsum_(2)[:, :, :-1]
-    dg = dg.view_as(f.since)
-
-    d_met = d_own if f.deep is None else f.deep.others(blocks(d_own)).view_as(d_own)
-    dX[0].addcmul_(d_met, f.K_bar)
-    dK.addcmul_(d_met, f.X[0], value=LIFT)
-    dX.mul_(f.since)
-    dK = d_end.mul_(f.after).addcmul_(f.inverse, dK, value=1 / LIFT)
-    if f.deep is not None:
-        deep_gradient(f.deep, dP, d_own, dX, dK, dg)
-    return dX, dK, dg
+    return dg.view_as(f.since)
 
 
 def gradient_between(
@@ -228,9 +235,8 @@ def gradient_between(
     for j in reversed(range(1, f.whole.shape[1])):
         seam, rows = j * size, slice(j * size, (j + 1) * size)
         through = sum_to_width((f.X[:, :, rows] * dX[:, :, rows]).sum((0, 2)), f.whole)
-        d_whole[:, :j] += through[
-            :, None, None
-        ]  # readers at the chunk's start have passed all blocks before
+        # readers at the chunk's start have passed all blocks before
+        d_whole[:, :j] += through[:, None, None]
         past, d_past = f.past[j + 1][:, :seam], d_end[:, :seam]
         d_whole[:, j] += sum_to_width((past * d_past).sum(1, keepdim=True), f.whole)
         d_past.mul_(f.whole[:, j])
@@ -243,16 +249,19 @@ def gradient_between(
 def gradient_inside(
     f: Factors, R: Tensor, d_reads: list[Tensor], dX: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Add to dX what flows inside blocks; returns dK̄, each reader's dP [N·J, 32, 32] and that of q · k [N, C, 1]."""
+    """Add to dX what flows inside blocks.
+
+    Returns dK̄ times `LIFT`, each reader's dP [N·J, 32, 32] and that of q · k [N, C, 1], which does not decay.
+    """
     dP = [torch.bmm(blocks(d_read), blocks(R).mT) for d_read in d_reads]
-    d_own = dP[0].diagonal(dim1=1, dim2=2).clone().view(*f.K.shape[:2], 1)  # of what does not decay
-    dK = torch.zeros_like(f.K)
+    d_own = dP[0].diagonal(dim1=1, dim2=2).clone().view(*f.K.shape[:2], 1)
+    dK_bar = torch.zeros_like(f.K)
     for X_i, dX_i, dP_i in zip(f.X, dX, dP, strict=True):
         earlier(dP_i, own=False, out=dP_i)
         met = dP_i if f.deep is None else f.deep.others(dP_i)
         blocks(dX_i).baddbmm_(met, blocks(f.K_bar))
-        blocks(dK).baddbmm_((met * LIFT).mT, blocks(X_i))
-    return dK, dP, d_own
+        blocks(dK_bar).baddbmm_((met * LIFT).mT, blocks(X_i))
+    return dK_bar, dP, d_own
 
 
 def sum_to_width(x: Tensor, like: Tensor) -> Tensor:

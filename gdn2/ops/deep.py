@@ -23,9 +23,8 @@ class DeepRows(NamedTuple):
     X: Tensor  # [n, D, 32, d_k] readers
     K: Tensor  # [D, 32, d_k]
     after: Tensor  # [D, 32, d_k or 1] decay until the block's end
-    levels: list[
-        tuple[int, Tensor, Tensor]
-    ]  # h, decays of rows since the seam, and of columns until it
+    # h, decays of rows since the seam, and of columns until it
+    levels: list[tuple[int, Tensor, Tensor]]
 
     def others(self, x: Tensor) -> Tensor:
         """A copy of x [N·J, 32, …] with zero in the deep rows."""
