@@ -5,8 +5,10 @@ every kernel with the equations. What fails is not used from then on: `gdn2.ops.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -101,6 +103,8 @@ def parts(device: torch.device) -> tuple[Part, ...]:
         kernel_part("decode step", device, ("step",)),
         kernel_part("convolution", device, ("conv",)),
         kernel_part("norms", device, ("norm",)),
+        kernel_part("products of single rows", device, ("matvec",)),
+        kernel_part("gates and activations of inference", device, ("delta_inputs", "swiglu")),
         Part("attention", "flex, sdpa" if cuda else "sdpa", flex if cuda else "flex needs CUDA"),
         Part("loss", "torch", "the only implementation in this version"),
     )
@@ -128,8 +132,15 @@ def check_backend(rule: Rule, name: str, device: torch.device) -> Checkup:
 
 def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
     """Compare each kernel alone with the equations written out."""
-    from gdn2.ops.triton.checks import CHECKS, check_kernel  # noqa: PLC0415 (optional dependency)
+    from gdn2.ops.triton.ahead import compile_together  # noqa: PLC0415 (optional dependency)
+    from gdn2.ops.triton.checks import CHECKS, check_kernel  # noqa: PLC0415
 
+    def rehearse() -> None:
+        for kernel, dtype in product(CHECKS, CHECKED["cuda"]):
+            with suppress(Exception):  # will be reported when it is checked
+                list(check_kernel(kernel, device, dtype))
+
+    compile_together("doctor", device, rehearse)
     return tuple(
         checkup(
             kernel,

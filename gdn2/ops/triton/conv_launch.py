@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn2.ops.triton.ahead import over
 from gdn2.ops.triton.conv import (
     convolve_gradient_kernel,
     convolve_kernel,
@@ -92,7 +93,7 @@ def forward(given: Inputs, silu: bool, l2_width: int | None, eps: float) -> Tens
     y = given.x.new_empty(given.x.shape)
     how = given.tile(silu, l2_width)
     rows = min(MOST_ROWS, max(1, TILE // how["COLS"]))
-    convolve_kernel[(triton.cdiv(given.sizes[0], rows) * given.blocks(how["WIDTH"]),)](
+    over(convolve_kernel, triton.cdiv(given.sizes[0], rows) * given.blocks(how["WIDTH"]))(
         *given, y, *given.sizes, *given.x.stride()[:2], eps, **how, ROWS=rows, num_warps=WARPS
     )
     return y
@@ -109,7 +110,7 @@ def backward(
     groups = triton.cdiv(given.sizes[0], rows * SEGMENT)
     dtype = torch.promote_types(given.x.dtype, torch.float32)
     partial = dx.new_empty(groups, taps + 1, channels, dtype=dtype)
-    convolve_gradient_kernel[(groups * given.blocks(how["WIDTH"]),)](
+    over(convolve_gradient_kernel, groups * given.blocks(how["WIDTH"]))(
         dy, d_final, *given, dx, partial, *given.sizes, *given.x.stride()[:2], eps,
         **how, ROWS=rows, SEGMENT=SEGMENT, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
@@ -120,7 +121,7 @@ def backward(
 def fill_final_state(given: Inputs, final: Tensor) -> None:
     """Write the last inputs of each sequence into a state [N, channels, width - 1]."""
     cols = min(BLOCK, triton.next_power_of_2(given.weight.shape[0]))
-    final_state_kernel[(given.sequences * given.blocks(cols),)](
+    over(final_state_kernel, given.sequences * given.blocks(cols))(
         given.x, given.state, given.cu_seqlens, final, given.sizes[1], *given.x.stride()[:2],
         **given.taps(), COLS=cols, PAST=given.past, num_warps=1,
     )  # fmt: skip
@@ -133,7 +134,7 @@ def state_gradient(
     assert given.state is not None
     d_state = torch.empty_like(given.state)
     how = given.tile(silu, l2_width)
-    state_gradient_kernel[(given.sequences * given.blocks(how["WIDTH"]),)](
+    over(state_gradient_kernel, given.sequences * given.blocks(how["WIDTH"]))(
         dy, d_final, *given, d_state, given.sizes[1], *given.x.stride()[:2], eps,
         **how, PAST=given.past, num_warps=1,
     )  # fmt: skip
@@ -154,7 +155,7 @@ def step(
     x, weight, bias, _, _ = given
     y = x.new_empty(x.shape)
     how = given.tile(silu, l2_width)
-    step_kernel[(x.shape[0] * given.blocks(how["WIDTH"]),)](
+    over(step_kernel, x.shape[0] * given.blocks(how["WIDTH"]))(
         x, weight, bias, state, y, x.shape[1], *x.stride()[:2], state.stride(0), eps,
         **how, ROWS=triton.next_power_of_2(max(1, x.shape[1])), PAST=given.past, num_warps=1,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Forward and backward of the whole operator, composed of the kernels."""
 
+from collections.abc import Hashable
 from functools import cache
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
-from gdn2.ops.triton import stages
+from gdn2.ops.triton import ahead, stages
 from gdn2.ops.triton.stages import Factors, Table
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
@@ -18,11 +19,25 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
-        x, table = contiguous(x), chunk_table(x, batch)
-        f = stages.intra(x, table, batch.solve_precision)
-        o, final, _, _ = stages.scan(x, f, table, state.contiguous(), outputs=True, save=False)
-    assert o is not None and final is not None
+        x, table, state = contiguous(x), chunk_table(x, batch), state.contiguous()
+        solve = batch.solve_precision
+        ahead.compile_together(
+            kind_of(x, table, solve, keep),
+            x.k.device,
+            lambda: rehearse(x, table, state, solve, keep),
+        )
+        f, o, final = run_forward(x, table, state, solve)
     return o, final, [t for t in f if t is not None] if keep == "factors" else []
+
+
+def run_forward(
+    x: Operands, table: Table, state: Tensor, solve: str
+) -> tuple[Factors, Tensor, Tensor]:
+    """Factors, output and final state."""
+    f = stages.intra(x, table, solve)
+    o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
+    assert o is not None and final is not None
+    return f, o, final
 
 
 def backward(
@@ -33,11 +48,32 @@ def backward(
         x, table = contiguous(x), chunk_table(x, batch)
         erases, solve = x.b is not None, batch.solve_precision
         f = restore(saved, erases) if saved else stages.intra(x, table, solve)
-        _, _, starts, R = stages.scan(x, f, table, state.contiguous(), outputs=False, save=True)
-        assert starts is not None and R is not None
-        dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final.contiguous())
-        grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
+        return run_backward(x, f, table, state.contiguous(), do, d_final.contiguous())
+
+
+def run_backward(
+    x: Operands, f: Factors, table: Table, state: Tensor, do: Tensor, d_final: Tensor
+) -> Gradients:
+    """All gradients, from the factors."""
+    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    assert starts is not None and R is not None
+    dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final)
+    grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
     return Gradients(*[*grads, d_state])
+
+
+def rehearse(x: Operands, table: Table, state: Tensor, solve: str, keep: str) -> None:
+    """Start every kernel that this call will, and its backward if there is to be one."""
+    f, o, final = run_forward(x, table, state, solve)
+    if keep != "nothing":
+        run_backward(x, f, table, state, o, final)
+
+
+def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:
+    """What the kernels are compiled for, of a call."""
+    operands = (x.q, x.k, x.v, x.g, x.b, x.w)
+    sizes = tuple(None if t is None else (t.dtype, *t.shape[1:]) for t in operands)
+    return sizes, table.size, solve, keep == "nothing"
 
 
 def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:

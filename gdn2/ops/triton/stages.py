@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.operands import Operands
+from gdn2.ops.triton.ahead import over
 from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
 from gdn2.ops.triton.gradient import (
     gradient_keys_kernel,
@@ -148,18 +149,18 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
     products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
     how = launch("scores", x.k.device)
     BK = block(DK, how.key_block)
-    scores_kernel[(2 * M * H,)](
+    over(scores_kernel, 2 * M * H)(
         x.q, x.k, x.g, x.b, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
         table.start, table.length, signs(C, arithmetic, x.k.device), x.scale,
         **sizes(x), R=C // 2, BK=BK, **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    deep_scores_kernel[(M * H, 2)](
+    over(deep_scores_kernel, M * H, 2)(
         x.q, x.k, x.g, x.b, f.A_qk, T, f.deep, table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
     how = launch("solve", x.k.device)
-    solve_kernel[(M * H,)](
+    over(solve_kernel, M * H)(
         x.v, x.w, T, E_bar, f.A, f.Y, f.U, table.start, table.length,
         H=H, HV=x.v.shape[1], DK=DK, DV=x.v.shape[2], W_WIDTH=0 if x.w is None else x.w.shape[2],
         R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block), ERASE=erases,
@@ -181,7 +182,7 @@ def scan(
     how = launch("scan", x.k.device, Scan(table.size, DK, x.k.element_size()))
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
-    scan_kernel[(N * HV, triton.cdiv(DV, BV))](
+    over(scan_kernel, N * HV, triton.cdiv(DV, BV))(
         f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.Y, f.U, state, o, final, starts, R,
         table.start, table.length, table.first,
         H=x.heads, HV=HV, DK=DK, DV=DV, C=table.size, BK=block(DK, how.key_block), BV=BV,
@@ -203,7 +204,7 @@ def scan_reverse(
     how = launch("scan_reverse", x.k.device, Scan(table.size, DK, x.k.element_size()))
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
-    scan_reverse_kernel[(N * HV, triton.cdiv(DV, BV))](
+    over(scan_reverse_kernel, N * HV, triton.cdiv(DV, BV))(
         f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.Y, do, d_final, d_state, ends, dR,
         table.start, table.length, table.first,
         H=x.heads, HV=HV, DK=DK, DV=DV, C=table.size, BK=block(DK, how.key_block), BV=BV,
@@ -236,7 +237,7 @@ def gradient(
     dT = torch.empty_like(dA_qk) if x.b is not None else None
     dZ = torch.empty_like(dR) if x.b is not None else dR
     how = launch("gradient_values", x.k.device)
-    gradient_values_kernel[(M * H,)](
+    over(gradient_values_kernel, M * H)(
         x.v, x.w, do, f.A, R, dR, dZ, dv, dw, dA_qk, dT, table.start, table.length,
         H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
         C=C, BV=block(DV, how.value_block), ERASE=x.b is not None,
@@ -248,7 +249,7 @@ def gradient(
     BK = block(DK, how.key_block)
     dX = [x.k.new_empty(M, H, C, DK, dtype=scores) for _ in range(3)]
     d_chunk = x.k.new_empty(M, H, DK, dtype=state_dtype(x.q))
-    gradient_states_kernel[(M * H, triton.cdiv(DK, BK))](
+    over(gradient_states_kernel, M * H, triton.cdiv(DK, BK))(
         do, R, dZ, starts, ends, *dX, d_chunk, table.start, table.length,
         H=H, HV=x.v.shape[1], DK=DK, DV=DV, C=C, BK=BK, BV=block(DV, how.value_block),
         ERASE=x.b is not None, PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
@@ -271,14 +272,14 @@ def gradient(
 
     dq, dk, dg = new(x.q), new(x.k), new(x.g)
     db = x.k.new_empty(0) if x.b is None else new(x.b)
-    gradient_keys_kernel[(2 * M * H, blocks)](
+    over(gradient_keys_kernel, 2 * M * H, blocks)(
         x.q, x.k, x.g, x.b, *dX, d_chunk, dA_qk, dT, f.deep, dq, dk, dg, db,
         table.start, table.length, x.scale, **sizes(x), R=C // 2, BK=BK,
         HALF=x.q.dtype in (torch.float16, torch.bfloat16), DOT=arithmetic["DOT"],
         PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    deep_gradient_kernel[(M * H, blocks)](
+    over(deep_gradient_kernel, M * H, blocks)(
         x.q, x.k, x.g, x.b, dA_qk, dT, f.deep, dq, dk, dg, db, table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn2.ops.triton.ahead import over
+
 
 class Tile(NamedTuple):
     """Value channels of one program, and its warps."""
@@ -115,7 +117,7 @@ def step(
     BK, BV = (max(16, triton.next_power_of_2(width)) for width in (DK, DV))
     BV = min(most, BV)
     with torch.cuda.device_of(state):  # a launch goes to the current device
-        step_kernel[(N * HV * triton.cdiv(DV, BV),)](
+        over(step_kernel, N * HV * triton.cdiv(DV, BV))(
             q, *strides(q), k, *strides(k), v, *strides(v), g, *strides(g), b, *strides(b), w, *strides(w),
             state, *state.stride(), final, *final.stride(), o, scale, T,
             HV=HV, DK=DK, DV=DV,
