@@ -13,7 +13,8 @@ from torch import Tensor
 from gdn2.bench import timing
 from gdn2.bench.decode import per_step
 from gdn2.bench.timing import DTYPES, Machine, Timing
-from gdn2.models.decode import Decoding, Steps, lay_out_for_steps
+from gdn2.layers.joint import lay_side_by_side
+from gdn2.models.decode import Decoding, Steps
 from gdn2.models.folder import open_model
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import Prefilled, prefill
@@ -109,7 +110,7 @@ def find_dtype(name: str | None, device: torch.device) -> str:
 def run(plan: Plan) -> Result:
     """Time every batch and context, one after the other."""
     model = open_model(plan.model, device=plan.device, dtype=DTYPES[plan.dtype])
-    lay_out_for_steps(model)
+    lay_side_by_side(model)
     steps = Steps(model)
     sizes = product(plan.batches, plan.contexts)
     rows = tuple(time_one(model, steps, plan, batch, context) for batch, context in sizes)

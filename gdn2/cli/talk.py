@@ -11,7 +11,8 @@ import typer
 from gdn2.bench.generation import find_dtype
 from gdn2.bench.timing import DTYPES, find_device, synchronize
 from gdn2.data.tokenizers import BYTES, load_tokenizer
-from gdn2.models.decode import Steps, lay_out_for_steps
+from gdn2.layers.joint import lay_side_by_side
+from gdn2.models.decode import Steps
 from gdn2.models.files import standing
 from gdn2.models.folder import load_stop_ids, open_model
 from gdn2.models.generate import Stop, go_on
@@ -70,7 +71,7 @@ class Talk:
         own = str(folder) if folder.is_dir() else BYTES
         self.tokenizer = load_tokenizer(tokenizer or own)
         self.stop_ids = load_stop_ids(folder)
-        lay_out_for_steps(self.model)
+        lay_side_by_side(self.model)
 
     def go_on(self, prompt: str, sampling: Sampling, stop: Stop, seed: int) -> Report:
         """Print what follows the prompt."""

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from gdn2.layers.config import AttentionConfig
 from gdn2.layers.initialisation import fill
-from gdn2.layers.joint import joint
+from gdn2.layers.joint import joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.recurrence import state_dtype
 from gdn2.ops.attention import attention
@@ -45,7 +45,11 @@ class AttentionMixer(nn.Module):
             inplace=inplace and started and layout.is_step,
             block_mask=layout.block_mask(c.window, q.device) if not started else None,
         )
-        return self.out_proj(y.flatten(-2)), cache
+        return single(self.out_proj, y.flatten(-2)), cache
+
+    @property
+    def joint_maps(self) -> list[nn.Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj]
 
     def new_state(self, rows: int, capacity: int = 0) -> KVCache:
         """A cache that makes its slots when the first tokens come, or has room for `capacity` at once."""

@@ -9,10 +9,11 @@ from torch.nn.functional import softplus
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.convolution import ShortConvolution
 from gdn2.layers.initialisation import fill
-from gdn2.layers.joint import joint
+from gdn2.layers.joint import joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
 from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
+from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
 from gdn2.ops.family import Pattern, gated_delta_net_2, kda
 from gdn2.ops.flops import rule_flops
 
@@ -33,9 +34,6 @@ class LowRank(nn.Module):
         super().__init__()
         self.down = nn.Linear(inputs, rank, bias=False)
         self.up = nn.Linear(rank, outputs, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x))
 
 
 class DeltaMixer(nn.Module):
@@ -81,15 +79,19 @@ class DeltaMixer(nn.Module):
         self, x: Tensor, state: DeltaState | None, layout: Layout, inplace: bool = False
     ) -> tuple[Tensor, DeltaState | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
-        _, q_past, k_past, v_past = state or (None,) * 4
-        q, k, v = joint(x, self.q_proj, self.k_proj, self.v_proj)
-        q, q_past = self.q_conv(q, q_past, layout, inplace)
-        k, k_past = self.k_conv(k, k_past, layout, inplace)
-        v, v_past = self.v_conv(v, v_past, layout, inplace)
-        pattern = self._pattern(x, self._key_heads(q), self._key_heads(k), self._value_heads(v))
+        made = dict(zip(self._entries, joint(x, *self.joint_maps), strict=True))
+        if state is not None and inplace and layout.is_step and self._fused(x, state):
+            pattern, past = self._step_pattern(made, state), state[1:]
+        else:
+            pattern, past = self._pattern(made, state, layout, inplace)
         o, memory = run_rule(pattern, None if state is None else state.memory, layout, inplace)
-        y = self.out_proj(self._gated(o, x).flatten(-2))
-        return y, None if memory is None else DeltaState(memory, q_past, k_past, v_past)
+        y = single(self.out_proj, self._gated(o, made).flatten(-2))
+        return y, None if memory is None else DeltaState(memory, *past)
+
+    @property
+    def joint_maps(self) -> list[nn.Linear]:
+        """All linear maps of the input; of two with a narrow middle the first."""
+        return list(self._entries.values())
 
     def new_state(self, rows: int, capacity: int = 0) -> DeltaState:
         """An empty state; its size does not depend on the tokens it will see."""
@@ -105,35 +107,78 @@ class DeltaMixer(nn.Module):
         group = c.value_heads // c.num_heads
         return c.num_heads * rule_flops(c.key_head_dim, group * c.value_head_dim, CHUNK, True)
 
-    def _pattern(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Pattern:
-        """The rule's operands, with the gates of Eqs. 11 and 85: b = σ(W_b x), w = σ(W_w x)."""
+    @property
+    def _entries(self) -> dict[str, nn.Linear]:
         c = self.config
-        g = self._log_decay(x, q.dtype)
+        gates = ("erase", "write") if c.gates == "separate" else ("beta",)
+        decay, gate = ("decay",) * (c.decay != "none"), ("gate",) * (c.output_gate != "none")
+        maps = {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v", *gates, *decay, *gate)}
+        return {n: m.down if isinstance(m, LowRank) else m for n, m in maps.items()}
+
+    def _pattern(
+        self, made: dict[str, Tensor], state: DeltaState | None, layout: Layout, inplace: bool
+    ) -> tuple[Pattern, tuple[Tensor, Tensor, Tensor]]:
+        """The rule's operands, with the gates of Eqs. 11 and 85: b = σ(W_b x), w = σ(W_w x); and new states."""
+        c = self.config
+        old = [None] * 3 if state is None else state[1:]
+        convolutions = zip((self.q_conv, self.k_conv, self.v_conv), "qkv", old, strict=True)
+        (q, k, v), past = zip(
+            *(conv(made[n], o, layout, inplace) for conv, n, o in convolutions), strict=True
+        )
+        q, k, v = self._key_heads(q), self._key_heads(k), self._value_heads(v)
+        g = self._log_decay(made, q)
         if c.gates == "tied":
-            return kda(q, k, v, g, self._ranged(self.beta_proj(x).sigmoid()))
-        b, w = joint(x, self.erase_proj, self.write_proj)
-        b = self._ranged(self._key_heads(b.sigmoid()))
-        w = self._value_heads(w.sigmoid())
+            return kda(q, k, v, g, self._ranged(made["beta"].sigmoid())), past
+        b = self._ranged(self._key_heads(made["erase"].sigmoid()))
+        w = self._value_heads(made["write"].sigmoid())
         b = b.mean(-1, keepdim=True) if c.erase_gate == "mean" else b
         w = w.mean(-1, keepdim=True) if c.write_gate == "mean" else w
-        return gated_delta_net_2(q, k, v, g, b, w)
+        return gated_delta_net_2(q, k, v, g, b, w), past
+
+    def _fused(self, x: Tensor, state: DeltaState) -> bool:
+        """Whether one kernel can make the operands of a step."""
+        c = self.config
+        full = c.gates == "separate" and (c.decay, c.erase_gate, c.write_gate) == ("channel",) * 3
+        return full and kernel_takes(x, c.conv_width, list(state[1:]))
+
+    def _step_pattern(self, made: dict[str, Tensor], state: DeltaState) -> Pattern:
+        """As `_pattern`, of one token, whose inputs the convolutions' states take in."""
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        decay = self._second(self.decay_proj, made["decay"])
+        return gated_delta_net_2(
+            *delta_inputs(
+                [*(made[name] for name in ("q", "k", "v", "erase", "write")), decay],
+                [convolution.weight for convolution in convolutions],
+                list(state[1:]),
+                self.decay_bias,
+                self.decay_log_rate,
+                self.config.value_heads,
+                self.config.erase_range,
+            )
+        )
+
+    @staticmethod
+    def _second(map_: nn.Module, x: Tensor) -> Tensor:
+        """The rest of a map of which `joint_maps` has the first."""
+        return single(map_.up, x) if isinstance(map_, LowRank) else x
 
     def _ranged(self, gate: Tensor) -> Tensor:
         return gate if self.config.erase_range == 1 else self.config.erase_range * gate
 
-    def _log_decay(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _log_decay(self, made: dict[str, Tensor], q: Tensor) -> Tensor:
         """The log-decay g = −exp(a) ⊙ softplus(W_f x + δ) in fp32 (Eqs. 12, 86)."""
-        wide = state_dtype(dtype)
+        wide = state_dtype(q.dtype)
         if self.config.decay == "none":
-            return x.new_zeros(*x.shape[:2], 1, 1, dtype=wide)
-        speed = softplus(self.decay_proj(x).to(wide) + self.decay_bias.to(wide))
+            return q.new_zeros(*q.shape[:2], 1, 1, dtype=wide)
+        raw = self._second(self.decay_proj, made["decay"])
+        speed = softplus(raw.to(wide) + self.decay_bias.to(wide))
         rate = self.decay_log_rate.to(wide).exp()
         return -rate.unsqueeze(-1) * speed.unflatten(-1, (self.config.num_heads, -1))
 
-    def _gated(self, o: Tensor, x: Tensor) -> Tensor:
+    def _gated(self, o: Tensor, made: dict[str, Tensor]) -> Tensor:
         if self.config.output_gate == "none":
             return self.norm(o)
-        gate = self._value_heads(self.gate_proj(x))
+        gate = self._value_heads(self._second(self.gate_proj, made["gate"]))
         return self.norm.gated(o, gate, self.config.output_gate)
 
     def _key_heads(self, x: Tensor) -> Tensor:

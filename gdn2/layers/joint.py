@@ -1,8 +1,9 @@
-"""Linear maps of one input as one product, for decoding on a CPU.
+"""Linear maps of one input as one product, for inference.
 
-A product with a single row reads every weight once and computes little: its time is that of reading. Small matrices are
-read by one core, a large one by all. So weights of maps that take the same input are laid side by side in one block of
-memory, of which each parameter is a part, and the block is multiplied at once.
+A product with few rows reads every weight once and computes little: its time is that of reading. Small matrices are
+read by one core of a CPU or by a part of a GPU, a large one by all; and each product of its own is one more to start.
+So weights of maps that take the same input are laid side by side in one block of memory, of which each parameter is a
+part, and the block is multiplied at once.
 """
 
 from collections.abc import Sequence
@@ -10,32 +11,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from gdn2.ops.linear import linear
+
 
 def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
-    """What each of the maps makes of x; for a single row one product, where their weights lie side by side."""
-    if x.numel() == x.shape[-1] and not torch.is_grad_enabled():
+    """What each of the maps makes of x: one product where gradients are not needed and their weights lie side by side.
+
+    On a CPU only of a single row: there its block is laid out for that.
+    """
+    if not torch.is_grad_enabled() and (x.is_cuda or x.numel() == x.shape[-1]):
         block = _block(maps)
         if block is not None:
-            return torch.matmul(x, block).split([map_.out_features for map_ in maps], -1)
+            return linear(x, block).split([map_.out_features for map_ in maps], -1)
     return tuple(map_(x) for map_ in maps)
 
 
-def lay_side_by_side(module: nn.Module) -> None:
-    """Lay the weights of a module's own linear maps out by columns, those of one width of input in one block.
+def single(map_: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """What a map makes of x, added to the residual; a map of another class, such as an adapter, is called as it is."""
+    if type(map_) is nn.Linear and not torch.is_grad_enabled():
+        return linear(x, map_.weight, map_.bias, residual)
+    y = map_(x)
+    return y if residual is None else residual + y
 
-    Values stay and no memory is taken, but results may differ in their last bits.
+
+def lay_side_by_side(root: nn.Module) -> None:
+    """Lay the weights of maps that modules name as their `joint_maps` in blocks: by rows, on a CPU by columns.
+
+    There other linear maps are laid out by columns too, which more than one core can read for a single row. Values stay
+    and no memory is taken, but results may differ in their last bits.
     """
-    maps = [child for child in module.children() if type(child) is nn.Linear]
-    for width in {map_.in_features for map_ in maps}:
-        group = [map_ for map_ in maps if map_.in_features == width]
-        block = torch.cat([map_.weight.data.t() for map_ in group], 1)
-        parts = block.split([map_.out_features for map_ in group], 1)
-        for map_, part in zip(group, parts, strict=True):
-            map_.weight.data = part.t()
+    groups: list[list[nn.Linear]] = [getattr(m, "joint_maps", []) for m in root.modules()]
+    joined = {map_ for group in groups for map_ in group}
+    alone = [[m] for m in root.modules() if type(m) is nn.Linear and m not in joined]
+    for group in filter(None, [*groups, *alone]):
+        weights = [map_.weight for map_ in group]
+        if weights[0].device.type == "cpu":
+            block = torch.cat([weight.data.t() for weight in weights], 1).t()
+        else:
+            block = torch.cat([weight.data for weight in weights])
+        for weight, part in zip(weights, block.split([len(w) for w in weights]), strict=True):
+            weight.data = part
 
 
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
-    """The matrix [inputs, all outputs] whose columns are the maps' weights, in this order, if there is one.
+    """The weight [all outputs, inputs] whose parts are the maps' weights, in this order, if there is one.
 
     Found by where they lie, at each call: a weight that was given other memory has left its block. A map of another
     class, such as an adapter, or one with a bias is more than its weight.
@@ -44,11 +63,15 @@ def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     for map_ in maps:
         weight = map_.weight
         plain = type(map_) is nn.Linear and map_.bias is None and weight.dtype == first.dtype
-        if not plain or weight.stride() != (1, first.stride(1)):
+        if not plain or weight.stride() != first.stride():
             return None
-        if weight.data_ptr() != first.data_ptr() + outputs * first.element_size():
+        # neighbours in memory that was taken piece by piece are no block
+        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        if weight.data_ptr() != first.data_ptr() + outputs * first.stride(0) * first.element_size():
             return None
         outputs += map_.out_features
-    if outputs > first.stride(1):
+    by_rows, by_columns = first.stride(1) == 1, first.stride(0) == 1 and outputs <= first.stride(1)
+    if not (by_rows or by_columns):
         return None
-    return first.as_strided((first.shape[1], outputs), (first.stride(1), 1))
+    return first.as_strided((outputs, first.shape[1]), first.stride())

@@ -1,9 +1,9 @@
 """The MLP of a block."""
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from gdn2.layers.joint import joint
+from gdn2.layers.joint import joint, single
+from gdn2.ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -15,6 +15,11 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def joint_maps(self) -> list[nn.Linear]:
+        return [self.gate_proj, self.up_proj]
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What the MLP makes of x, added to the residual."""
         gate, up = joint(x, self.gate_proj, self.up_proj)
-        return self.down_proj(silu(gate) * up)
+        return single(self.down_proj, swiglu(gate, up), residual)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gdn2.ops.norm import GateActivation, gated_rms_norm, rms_norm
+from gdn2.ops.norm import GateActivation, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +16,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum x + delta, and its norm."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
     def gated(
         self, x: Tensor, gate: Tensor, activation: GateActivation, gate_first: bool = False

@@ -5,9 +5,22 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from gdn2.layers.config import AttentionConfig, MixerConfig
+from gdn2.layers.config import (
+    AttentionConfig,
+    DeltaConfig,
+    Mamba2Config,
+    Mamba3Config,
+    MixerConfig,
+)
 from gdn2.layers.plain import check_types, from_plain, to_plain
 from gdn2.ops.arguments import require
+
+CONVENTIONAL = (  # names that Hugging Face's libraries look for
+    *("layer_types", "sliding_window"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_allow_neg_eigval"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +63,16 @@ class ModelConfig:
         return [_layer_type(mixer) for mixer in self.mixers]
 
     @property
+    def conventional(self) -> dict[str, Any]:
+        """What Hugging Face's libraries look for; the cell says all of it, its first mixer of a kind the sizes."""
+        windows = [mixer.window for mixer in self.cell if isinstance(mixer, AttentionConfig)]
+        sizes: dict[str, Any] = {}
+        for mixer in reversed(self.cell):
+            sizes |= _conventional_sizes(mixer)
+        window = max((window for window in windows if window is not None), default=None)
+        return {"layer_types": self.layer_types, "sliding_window": window, **sizes}
+
+    @property
     def digest(self) -> str:
         """Sixteen digits that tell this config from others: a state belongs to the models that have them."""
         return sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -68,3 +91,28 @@ def _layer_type(mixer: MixerConfig) -> str:
     if not isinstance(mixer, AttentionConfig):
         return "linear_attention"
     return "full_attention" if mixer.window is None else "sliding_attention"
+
+
+def _conventional_sizes(mixer: MixerConfig) -> dict[str, Any]:
+    match mixer:
+        case AttentionConfig():
+            return {
+                "num_attention_heads": mixer.num_heads,
+                "num_key_value_heads": mixer.kv_heads,
+                "head_dim": mixer.head_dim,
+                "rope_parameters": {"rope_type": "default", "rope_theta": mixer.rotary_base},
+            }
+        case DeltaConfig():
+            heads = mixer.num_heads, mixer.value_heads
+            widths = mixer.key_head_dim, mixer.value_head_dim
+        case Mamba2Config() | Mamba3Config():  # all heads share one key
+            heads = 1, mixer.num_heads
+            widths = mixer.state_size, mixer.head_dim
+    return {
+        "linear_num_key_heads": heads[0],
+        "linear_num_value_heads": heads[1],
+        "linear_key_head_dim": widths[0],
+        "linear_value_head_dim": widths[1],
+        "linear_conv_kernel_dim": getattr(mixer, "conv_width", None),
+        "linear_allow_neg_eigval": getattr(mixer, "erase_range", 1) == 2,
+    }

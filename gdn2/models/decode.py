@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.sampling import Draws, Sampling, sample
 from gdn2.models.state import ModelState
@@ -103,13 +102,6 @@ class Steps:
                 self._graphs[key].load(start)
                 return self._graphs[key]
         return EagerSteps(self.model, sampling, start)
-
-
-def lay_out_for_steps(model: LanguageModel) -> None:
-    """On a CPU, lay the weights out so that a step of one row reads them with every core; see `gdn2.layers.joint`."""
-    if model.embedding.weight.device.type == "cpu":
-        for module in model.modules():
-            lay_side_by_side(module)
 
 
 def why_eager(model: LanguageModel) -> str | None:

@@ -1,15 +1,15 @@
 """A model as a folder: config.json, safetensors, and the files of its tokenizer, under Hugging Face's names."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gdn2.layers.config import AttentionConfig
-from gdn2.models.config import ModelConfig
+from gdn2.models.config import CONVENTIONAL, ModelConfig
 from gdn2.models.files import new_folder, read_json, standing, write_json
 from gdn2.models.initialisation import parameter_value
 from gdn2.models.language_model import LanguageModel
@@ -22,11 +22,8 @@ MODEL_TYPE, ARCHITECTURE = "gdn2", "Gdn2ForCausalLM"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = ("tokenizer*", "special_tokens*")
 REPLACEABLE = (CONFIG, GENERATION, "model*.safetensors", "model.safetensors.index.json")
-# What Hugging Face's libraries write beside the fields of ModelConfig, and nothing here reads.
-FOREIGN = (
-    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "_name_or_path"),
-)
+WRITTEN_BESIDE = ("architectures", "model_type", "dtype")  # the fields of ModelConfig
+BY_TRANSFORMERS = "transformers_version"  # in every file it wrote, and in none of ours
 
 
 def save_model(
@@ -96,15 +93,26 @@ def load_config(path: str | Path) -> ModelConfig:
     data = read_json(file)
     kind = data.get("model_type")
     require(kind == MODEL_TYPE, f"{file}: model_type", repr(kind), repr(MODEL_TYPE))
-    own = {name: value for name, value in data.items() if name not in FOREIGN}
-    said = {name: own.pop(name) for name in ("layer_types", "sliding_window") if name in own}
     try:
-        config = ModelConfig.from_dict(own)
+        return read_config(data)
     except ValueError as mistake:
         raise ValueError(f"{file}: {mistake}") from None
+
+
+def read_config(data: Mapping[str, Any]) -> ModelConfig:
+    """The config in what a config.json holds, whose conventional names must agree with its cell.
+
+    Other names are mistakes, unless transformers wrote the file: it adds what it likes.
+    """
+    own = {name: value for name, value in data.items() if name not in WRITTEN_BESIDE}
+    said = {name: own.pop(name) for name in CONVENTIONAL if name in own}
+    if BY_TRANSFORMERS in own:
+        own = {field.name: own[field.name] for field in fields(ModelConfig) if field.name in own}
+    config = ModelConfig.from_dict(own)
+    expected = config.conventional
     for name, value in said.items():
-        derived = _derived(config)[name]
-        require(value == derived, f"{file}: {name}", value, f"{derived}, as its cell says")
+        derived = expected.get(name)
+        require(value == derived, name, value, f"{derived}, as its cell says")
     return config
 
 
@@ -133,15 +141,8 @@ def _to_json(model: LanguageModel) -> dict[str, Any]:
         "model_type": MODEL_TYPE,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         **model.config.to_dict(),
-        **_derived(model.config),
+        **model.config.conventional,
     }
-
-
-def _derived(config: ModelConfig) -> dict[str, Any]:
-    """What Hugging Face's caches are made from; the cell says the same."""
-    attentions = (mixer for mixer in config.cell if isinstance(mixer, AttentionConfig))
-    windows = [mixer.window for mixer in attentions if mixer.window is not None]
-    return {"layer_types": config.layer_types, "sliding_window": max(windows, default=None)}
 
 
 def _tokenizer_files(place: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdn2.models.decode import Batch, Decoding, Steps
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.prefill import CHUNK, Prefilled, Prompts, prefill, read_prompts
+from gdn2.models.prefill import Prefilled, Prompts, prefill, read_prompts
 from gdn2.models.prefix_cache import PrefixCache
 from gdn2.models.sampling import Draws, Sampling, sample
 from gdn2.models.state import ModelState
@@ -107,7 +107,7 @@ def stream(
     *,
     state: ModelState | None = None,
     prefixes: PrefixCache | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     **options: Unpack[Options],
 ) -> Iterator[Event]:
     """Prefill the prompts at once, and return an iterator of an event for each row and step."""

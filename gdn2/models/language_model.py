@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gdn2.layers.attention import AttentionMixer
@@ -20,6 +19,7 @@ from gdn2.models.param_groups import param_groups
 from gdn2.models.state import ModelState
 from gdn2.ops.arguments import require
 from gdn2.ops.kv_cache import KVCache
+from gdn2.ops.linear import linear
 from gdn2.ops.loss import linear_cross_entropy
 
 
@@ -45,8 +45,8 @@ class Block(nn.Module):
         self, x: Tensor, state: MixerState | None, layout: Layout, inplace: bool
     ) -> tuple[Tensor, MixerState | None]:
         mixed, state = self.mixer(self.mixer_norm(x), state, layout, inplace)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        x, normed = self.mlp_norm.after(x, mixed)
+        return self.mlp(normed, x), state
 
 
 class LanguageModel(nn.Module):

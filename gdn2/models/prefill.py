@@ -11,7 +11,10 @@ from gdn2.models.language_model import LanguageModel
 from gdn2.models.state import ModelState
 from gdn2.ops.arguments import require
 
-CHUNK = 4096  # tokens of all rows in one call
+CHUNKS = {
+    "cpu": 4096,
+    "cuda": 16384,
+}  # tokens of all rows in one call; a GPU has more memory, and calls to start
 Prompts = Sequence[Sequence[int] | Tensor] | Tensor
 
 
@@ -43,7 +46,11 @@ def read_prompts(prompts: Prompts, vocabulary: int) -> list[Tensor]:
 
 @torch.no_grad()
 def prefill(
-    model: LanguageModel, prompts: Prompts, state: ModelState | None = None, *, chunk: int = CHUNK
+    model: LanguageModel,
+    prompts: Prompts,
+    state: ModelState | None = None,
+    *,
+    chunk: int | None = None,
 ) -> Prefilled:
     """Logits and state after each prompt, which go on from `state` where there is one.
 
@@ -51,6 +58,9 @@ def prefill(
     memory does not grow with the prompts.
     """
     rows = read_prompts(prompts, model.config.vocab_size)
+    chunk = (
+        CHUNKS.get(model.embedding.weight.device.type, CHUNKS["cpu"]) if chunk is None else chunk
+    )
     require(chunk >= 1, "chunk", chunk, "at least 1")
     state = model.new_state(len(rows)) if state is None else state
     require(state.rows == len(rows), "state.rows", state.rows, f"{len(rows)}, one per prompt")

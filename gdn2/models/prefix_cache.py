@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.prefill import CHUNK, Prefilled, Prompts, prefill, read_prompts
+from gdn2.models.prefill import Prefilled, Prompts, prefill, read_prompts
 from gdn2.models.state import ModelState
 from gdn2.ops.arguments import require
 
@@ -41,14 +41,14 @@ class PrefixCache:
         """Forget everything."""
         self._known.clear()
 
-    def prefill(self, prompts: Prompts, *, chunk: int = CHUNK) -> Prefilled:
+    def prefill(self, prompts: Prompts, *, chunk: int | None = None) -> Prefilled:
         """Logits and state after each prompt, in memory of their own."""
         rows = read_prompts(prompts, self.model.config.vocab_size)
         ready = [self._prefill_one(row, chunk) for row in rows]
         logits = torch.cat([logits for logits, _ in ready])
         return Prefilled(logits, ModelState.join([state for _, state in ready]))
 
-    def _prefill_one(self, row: Tensor, chunk: int) -> Prefilled:
+    def _prefill_one(self, row: Tensor, chunk: int | None) -> Prefilled:
         tokens = tuple(row.tolist())
         known = self._longest(tokens)
         place, now = len(known), self._known.get(known)

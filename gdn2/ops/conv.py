@@ -86,6 +86,9 @@ def short_convolution_step(
     if inplace and few and _apart(state) and kernels_take(x, weight, bias, state, l2_width):
         options = (activation == "silu", l2_width, L2_EPS)
         return convolve_step(x, weight, bias, state, *options), state
+    if few and x.shape[1] == 1:
+        y, last = _one_token(x, weight, bias, activation, l2_width, state)
+        return y, state.copy_(last) if inplace else last.contiguous()
     y, new = short_convolution(
         x,
         weight,
@@ -97,6 +100,25 @@ def short_convolution_step(
     )
     assert new is not None
     return y, state.copy_(new) if inplace else new
+
+
+def _one_token(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    l2_width: int | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The output and a view of the state after one token, in a third of the operations that a stream takes."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    window = torch.cat([state, x.mT], dim=2)
+    y = torch.linalg.vecdot(window.to(dtype), weight.to(dtype)).unsqueeze(1)
+    y = y if bias is None else y + bias.to(dtype)
+    y = silu(y) if activation == "silu" else y
+    if l2_width is not None:
+        y = l2_normalize(y.unflatten(-1, (-1, l2_width))).flatten(-2)
+    return y.to(x.dtype), window[:, :, 1:].to(state.dtype)
 
 
 def _differentiable(*operands: Tensor | None) -> bool:

@@ -28,6 +28,20 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
     return _normalize(_widen(x), weight, eps).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + delta and its norm; without gradients one kernel makes both."""
+    alike = x.shape == delta.shape and x.dtype == delta.dtype
+    if alike and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _check(x, weight, eps)
+        if kernels_take(x, delta, weight):
+            from gdn2.ops.triton import norm  # noqa: PLC0415 (optional dependency)
+
+            with torch.cuda.device_of(x):
+                return norm.add(x, delta, weight, eps)
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,

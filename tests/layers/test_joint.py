@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from gdn2.layers.joint import joint, lay_side_by_side
-from gdn2.models.decode import lay_out_for_steps
 from tests.closeness import assert_close
 from tests.models.cases import make, tokens
 
@@ -23,7 +22,7 @@ class Three(nn.Module):
         self.double()
 
     @property
-    def maps(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    def joint_maps(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.a, self.b, self.c
 
 
@@ -33,8 +32,8 @@ def row(*shape: int) -> Tensor:
 
 def joins(three: Three, x: Tensor) -> bool:
     """Whether the maps of x are views of one product; they are right in any case."""
-    found = joint(x, *three.maps)
-    for y, map_ in zip(found, three.maps, strict=True):
+    found = joint(x, *three.joint_maps)
+    for y, map_ in zip(found, three.joint_maps, strict=True):
         assert_close("map", y, x @ map_.weight.t(), EXACT)
     return found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
 
@@ -54,8 +53,8 @@ def test_a_single_row_is_one_product() -> None:
 def test_gradients_reach_every_weight() -> None:
     three = Three()
     lay_side_by_side(three)
-    sum(y.sum() for y in joint(row(1, 1), *three.maps)).backward()  # type: ignore[union-attr]
-    for map_ in three.maps:
+    sum(y.sum() for y in joint(row(1, 1), *three.joint_maps)).backward()  # type: ignore[union-attr]
+    for map_ in three.joint_maps:
         assert map_.weight.grad is not None
         assert_close("gradient", map_.weight.grad, row(1, 1)[0].expand_as(map_.weight), EXACT)
 
@@ -91,7 +90,7 @@ def test_other_kinds_of_maps_are_called() -> None:
     three.b = Adapted(5, 4, bias=False).double()
     lay_side_by_side(three)
     with torch.no_grad():
-        found = joint(row(1, 1), *three.maps)
+        found = joint(row(1, 1), *three.joint_maps)
     assert_close("adapted", found[1], row(1, 1) @ three.b.weight.t() + 1, EXACT)
     biased = nn.Linear(5, 4).double()
     with torch.no_grad():
@@ -101,7 +100,7 @@ def test_other_kinds_of_maps_are_called() -> None:
 def test_a_model_laid_out_for_steps_computes_the_same() -> None:
     model, ids = make(), tokens(1, 9)
     expected = model(ids).logits
-    lay_out_for_steps(model)
+    lay_side_by_side(model)
     assert model.head.weight.t().is_contiguous()
     with torch.no_grad():
         state = model.reserve(model(ids[:, :4], model.new_state(1)).state, 5)

@@ -25,7 +25,15 @@ from gdn2.ops.selfcheck import (
     relative_error,
 )
 from gdn2.ops.triton import stages
-from gdn2.ops.triton.companions import Pairs, check_conv, check_norm, check_step
+from gdn2.ops.triton.companions import (
+    Pairs,
+    check_conv,
+    check_delta_inputs,
+    check_matvec,
+    check_norm,
+    check_step,
+    check_swiglu,
+)
 from gdn2.ops.triton.pipeline import dense_table
 from gdn2.ops.triton.stages import Factors, Table
 
@@ -182,6 +190,9 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "step": check_step,
     "conv": check_conv,
     "norm": check_norm,
+    "delta_inputs": check_delta_inputs,
+    "swiglu": check_swiglu,
+    "matvec": check_matvec,
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.conv_op import convolve, convolve_step
@@ -12,7 +13,11 @@ from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import normalize
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
+from gdn2.ops.triton import norm
+from gdn2.ops.triton.delta_inputs import delta_inputs
+from gdn2.ops.triton.matvec import matvec
 from gdn2.ops.triton.step import TILES, step
+from gdn2.ops.triton.swiglu import swiglu
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
 Call = Callable[..., Sequence[Tensor]]
@@ -131,7 +136,73 @@ def check_norm(device: torch.device, dtype: torch.dtype) -> Pairs:
         shapes = {"x": shape, "weight": shape[1:]} | ({} if twin is plain else {"gate": shape})
         pairs = compare(kernel, twin, draw(shapes, dtype), ("y",), device)
         found |= {f"{quantity}, {name}": pair for quantity, pair in pairs.items()}
+    return found | check_sum(device, dtype)
+
+
+def check_sum(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """The norm of a sum; the sum is rounded before it."""
+    x, delta, weight = draw(
+        {"x": (5, MODEL), "delta": (5, MODEL), "weight": (MODEL,)}, dtype
+    ).values()
+    total, y = norm.add(x.to(device), delta.to(device), weight.to(device), RMS_EPS)
+    right = (x + delta).double()
+    return {"sum": (total, right), "norm of a sum": (y, rms_norm(right, weight.double(), RMS_EPS))}
+
+
+def check_delta_inputs(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """The operands of a step, made of one token of three rows, and the states of its convolutions."""
+    H, HV, DK, DV, taps, rows = 2, 4, HEAD, 64, 4, 3
+    channels = {"q": H * DK, "k": H * DK, "v": HV * DV}
+    shapes: dict[str, tuple[int, ...]] = {n: (rows, 1, width) for n, width in channels.items()}
+    shapes |= {"erase": shapes["k"], "write": shapes["v"], "decay": shapes["k"]}
+    shapes |= {f"{n} weight": (width, taps) for n, width in channels.items()}
+    shapes |= {f"{n} state": (rows, width, taps - 1) for n, width in channels.items()}
+    shapes |= {"bias": (H * DK,), "log_rate": (H,)}
+    x = draw(shapes, dtype)
+    given = {n: t.to(device, copy=True) for n, t in x.items()}
+    maps = [given[n] for n in ("q", "k", "v", "erase", "write", "decay")]
+    weights, states = ([given[f"{n} {kind}"] for n in "qkv"] for kind in ("weight", "state"))
+    outputs = delta_inputs(maps, weights, states, given["bias"], given["log_rate"], HV, 2.0, L2_EPS)
+    wide = {n: t.double() for n, t in x.items()}
+    right: dict[str, Tensor] = {}
+    for n, head in (("q", DK), ("k", DK), ("v", None)):
+        y, right[f"{n} state"] = short_convolution_step(
+            wide[n], wide[f"{n} weight"], activation="silu", l2_width=head, state=wide[f"{n} state"]
+        )
+        right[n] = y.unflatten(-1, (HV if n == "v" else H, -1))
+    speed = softplus(wide["decay"] + wide["bias"]).unflatten(-1, (H, -1))
+    right["g"] = -wide["log_rate"].exp()[:, None] * speed
+    right["b"] = 2 * wide["erase"].sigmoid().unflatten(-1, (H, -1))
+    right["w"] = wide["write"].sigmoid().unflatten(-1, (HV, -1))
+    found = given | dict(zip("qkvgbw", outputs, strict=True))
+    return {n: (found[n], right[n]) for n in right}
+
+
+def check_matvec(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """A row by matrices of odd sizes, with all that may be added, and with nothing."""
+    found: Pairs = {}
+    for outputs, inputs in ((MODEL + 1, MODEL), (HEAD, 100)):
+        shapes = {
+            "x": (1, 1, inputs),
+            "weight": (outputs, inputs),
+            "bias": (outputs,),
+            "residual": (1, 1, outputs),
+        }
+        x, weight, bias, residual = draw(shapes, dtype).values()
+        x, weight, bias, residual = (t.to(device) for t in (x, weight, bias, residual))
+        right = x.cpu().double() @ weight.cpu().double().T
+        found[f"{outputs} of {inputs}"] = (matvec(x, weight, None, None), right)
+        right = right + bias.cpu().double() + residual.cpu().double()
+        found[f"{outputs} of {inputs}, added"] = (matvec(x, weight, bias, residual), right)
     return found
+
+
+def check_swiglu(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Rows that lie side by side, as a joint product leaves them."""
+    (x,) = draw({"x": (3, 2 * MODEL)}, dtype).values()
+    y = swiglu(*x.to(device).chunk(2, -1))
+    gate, up = x.double().chunk(2, -1)
+    return {"y": (y, silu(gate) * up)}
 
 
 def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:

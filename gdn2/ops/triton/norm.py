@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn2.ops.triton.ahead import over
+
 # Not measured yet. Elements of a tile, its most rows, and warps per program by the columns of a tile.
 TILE = 4096
 MOST_ROWS = 64
@@ -46,15 +48,20 @@ def store_tile(ptr, X, rows, cols, inside, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def rms_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, y_ptr, rstd_ptr, count, x_stride, gate_stride, eps,
+    x_ptr, delta_ptr, gate_ptr, weight_ptr, total_ptr, y_ptr, rstd_ptr,
+    count, x_stride, delta_stride, gate_stride, eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of ROWS rows, and the reciprocals of their roots."""
+    """Outputs of ROWS rows, or of their sums with as many others, and the reciprocals of their roots."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     inside = (rows < count)[:, None] & (cols < WIDTH)[None, :]
     x = load_tile(x_ptr, rows, cols, inside, x_stride, ACC)
+    if delta_ptr is not None:
+        x += load_tile(delta_ptr, rows, cols, inside, delta_stride, ACC)
+        x = x.to(total_ptr.dtype.element_ty).to(ACC)
+        store_tile(total_ptr, x, rows, cols, inside, WIDTH)
     if gate_ptr is not None:
         gate = load_tile(gate_ptr, rows, cols, inside, gate_stride, ACC)
         gain, _ = activate(gate, SILU)
@@ -67,7 +74,8 @@ def rms_norm_kernel(
     if gate_ptr is not None and not GATE_FIRST:
         y *= gain
     store_tile(y_ptr, y, rows, cols, inside, WIDTH)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < count)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + rows, rstd, mask=rows < count)
 
 
 @triton.jit(do_not_specialize=["count", "tiles"])
@@ -139,12 +147,25 @@ def forward(
     rows, gates = matrix(x), None if gate is None else matrix(gate)
     y = x.new_empty(x.shape)
     rstd = x.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    rms_norm_kernel[(triton.cdiv(rows.shape[0], how["ROWS"]),)](
-        rows, gates, None if weight is None else weight.contiguous(), y, rstd,
-        rows.shape[0], rows.stride(0), 0 if gates is None else gates.stride(0), eps,
+    over(rms_norm_kernel, triton.cdiv(rows.shape[0], how["ROWS"]))(
+        rows, None, gates, None if weight is None else weight.contiguous(), None, y, rstd,
+        rows.shape[0], rows.stride(0), 0, 0 if gates is None else gates.stride(0), eps,
         **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),
     )  # fmt: skip
     return y, rstd
+
+
+def add(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum x + delta, and its norm."""
+    how = tile(x)
+    rows, deltas = matrix(x), matrix(delta)
+    total, y = x.new_empty(x.shape), x.new_empty(x.shape)
+    over(rms_norm_kernel, triton.cdiv(rows.shape[0], how["ROWS"]))(
+        rows, deltas, None, weight.contiguous(), total, y, None,
+        rows.shape[0], rows.stride(0), deltas.stride(0), 0, eps,
+        **how, SILU=False, GATE_FIRST=False, num_warps=warps(how["COLS"]),
+    )  # fmt: skip
+    return total, y
 
 
 def backward(
@@ -165,7 +186,7 @@ def backward(
     tiles = max(1, triton.cdiv(row_tiles, PROGRAMS))
     programs = triton.cdiv(row_tiles, tiles)
     partial = None if weight is None else rstd.new_empty(programs, x.shape[-1])
-    rms_norm_gradient_kernel[(programs,)](
+    over(rms_norm_gradient_kernel, programs)(
         dys, rows, gates, None if weight is None else weight.contiguous(), rstd, dx, d_gate, partial,
         rows.shape[0], tiles, dys.stride(0), rows.stride(0), 0 if gates is None else gates.stride(0),
         **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),

@@ -19,7 +19,8 @@ from torch import Tensor
 
 VARIABLE = "TRITON_INTERPRET"
 INTERPRET = os.environ.get(VARIABLE) == "1" or not torch.cuda.is_available()
-KERNELS = [f"gdn2.ops.triton.{name}" for name in ("stages", "step", "conv_launch", "norm")]
+NAMES = ("stages", "step", "conv_launch", "norm", "delta_inputs", "swiglu", "matvec")
+KERNELS = [f"gdn2.ops.triton.{name}" for name in NAMES]
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 

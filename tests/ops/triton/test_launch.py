@@ -22,7 +22,19 @@ from gdn2.bench.operator import Plan, Shape
 from gdn2.ops.backends import STAGES
 from gdn2.ops.chunk_op import pack
 from gdn2.ops.pipeline import Batch
-from gdn2.ops.triton import checks, companions, conv_launch, launch, norm, pipeline, stages, step
+from gdn2.ops.triton import (
+    checks,
+    companions,
+    conv_launch,
+    delta_inputs,
+    launch,
+    matvec,
+    norm,
+    pipeline,
+    stages,
+    step,
+    swiglu,
+)
 from gdn2.ops.triton.launch import ARCHITECTURES, DEFAULT, KIB, Launch, Scan, overriding, row
 from tests.ops.cases import Case, operands
 
@@ -35,6 +47,9 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "step": (step, "step"),
     "conv": (conv_launch, "convolve", "final_state", "convolve_gradient", "state_gradient", "step"),
     "norm": (norm, "rms_norm", "rms_norm_gradient"),
+    "delta_inputs": (delta_inputs, "delta_inputs"),
+    "swiglu": (swiglu, "swiglu"),
+    "matvec": (matvec, "matvec"),
 }
 
 
