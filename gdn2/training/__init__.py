@@ -1,0 +1,1 @@
+"""Training: run config, loop, optimiser, parallelism, checkpoints, metrics."""

@@ -1,0 +1,205 @@
+"""The training loop: steps until the run's tokens are used up, saved on the way, resumed by the same call."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gdn2.data.batch import Batch, micro_batches
+from gdn2.data.prefetch import Prefetch
+from gdn2.models.summary import count_parameters
+from gdn2.training.checkpoints import CheckpointError
+from gdn2.training.config import RunConfig
+from gdn2.training.faults import StopRequest, TrainingError, diagnose
+from gdn2.training.health import health
+from gdn2.training.metrics import Metrics, check_tensorboard
+from gdn2.training.progress import Progress
+from gdn2.training.run import MODEL, Run
+from gdn2.training.schedule import rate_at
+from gdn2.training.speed import Speed
+from gdn2.training.step import StepResult, train_step
+from gdn2.training.validation import validate
+from gdn2.training.world import World
+from gdn2.training.writing import sample
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """Where a call of `train` left its run."""
+
+    folder: Path
+    step: int
+    steps: int
+    validation: dict[str, float]  # the last one, if this call made any
+    stopped_by: str | None  # a signal, if one ended it
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.steps
+
+
+def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
+    """Train, or go on with the run in `config.run.dir`; at the step `until`, if given, save and leave.
+
+    Raises ValueError where the config is wrong or differs from the run's, TrainingError where the run cannot go on.
+    """
+    check_tensorboard(config.log.tensorboard)
+    world = World.start(config.parallel, config.engine.device)
+    try:
+        return _Loop(Run(config, world)).go(until)
+    except OSError as reason:
+        raise TrainingError(f"{reason}; checkpoints are as they were") from None
+    finally:
+        world.close()
+
+
+class _Loop:
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.world, self.place = run, run.config, run.world, run.place
+        shown = self.world.is_main
+        self.progress = Progress(self.config.steps, self.place.step, shown=shown)
+        folder = run.folder if shown else None
+        tensorboard = self.config.log.tensorboard
+        self.metrics = Metrics(folder, self.place.step, tensorboard=tensorboard)
+        batch = self.config.batch
+        self.speed = Speed(
+            self.config.model, batch.length, self.world.device, self.world.size, run.compute
+        )
+        self.accumulated = batch.rows // (batch.micro_rows * self.world.size)
+        self.validation: dict[str, float] = {}
+        self.saved_step, self.saved_at = self.place.step, time.monotonic()
+
+    def go(self, until: int | None) -> RunEnd:
+        steps = self.config.steps
+        last = steps if until is None else min(until, steps)
+        with self.progress, self.metrics, StopRequest() as stop, self._batches() as batches:
+            self._greet()
+            self.speed.restart()
+            while self.place.step < last and not self.world.any(bool(stop)):
+                self._take_step([next(batches) for _ in range(self.accumulated)])
+                if self._save_is_due():
+                    self._save()
+            self._leave(stop.by)
+        return RunEnd(self.run.folder, self.place.step, steps, self.validation, stop.by)
+
+    def _batches(self) -> Prefetch:
+        batch, world = self.config.batch, self.world
+        firsts = micro_batches(
+            self.place.step,
+            rows=batch.rows,
+            micro=batch.micro_rows,
+            rank=world.rank,
+            ranks=world.size,
+        )
+        on_gpu = world.device.type == "cuda"
+        ahead = 2 * max(1, self.accumulated)
+        return Prefetch(self.run.source, firsts, batch.micro_rows, ahead=ahead, pin=on_gpu)
+
+    def _take_step(self, batches: Sequence[Batch]) -> None:
+        section, place = self.config.optimiser, self.place
+        tokens = (place.step + 1) * self.config.batch.tokens
+        lr = section.lr * rate_at(tokens, self.config.schedule)
+        result = train_step(
+            self.run.model, self.run.optimiser, self.world, batches, lr=lr, clip=section.clip
+        )
+        place.step += 1
+        place.skips += not result.is_finite
+        place.skips_in_a_row = 0 if result.is_finite else place.skips_in_a_row + 1
+        line = {"step": place.step, "tokens": tokens, "lr": lr, **result._asdict()}
+        line |= {"skips": place.skips, **self.speed.lap(self.config.batch.tokens), **self._look()}
+        self._try(lambda: self.metrics.write(line))
+        self.progress.update(line)
+        if not result.is_finite:
+            self._pass_over(result, batches[0])
+        self.speed.restart()
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """A disk that is full is said, and no reason to stop."""
+        try:
+            write()
+        except (CheckpointError, OSError) as reason:
+            self.progress.say(f"{reason}; training goes on")
+
+    def _pass_over(self, result: StepResult, batch: Batch) -> None:
+        """Say that a step moved nothing; after too many, end the run with the reason."""
+        row = self.place.skips_in_a_row
+        found = f"loss {result.loss:g}, gradient norm {result.gradient_norm:g}"
+        self.progress.say(f"step {self.place.step} skipped, {row} in a row: {found}")
+        if row >= self.config.optimiser.max_skips:
+            reason = diagnose(self.run.model, batch, result, self.world)
+            raise TrainingError(f"{row} steps in a row were skipped ({found}): {reason}")
+
+    def _look(self) -> dict[str, Any]:
+        """What is looked at now and then: validation, samples, health."""
+        config, step = self.config, self.place.step
+        found: dict[str, Any] = {}
+        if _is_turn(step, config.validation.every_steps) or step == config.steps:
+            found |= self._validate()
+        if self.run.tokenizer is not None and _is_turn(step, config.samples.every_steps):
+            model = self.run.plain_model()
+            if model is not None:
+                self.progress.say(sample(model, self.run.tokenizer, config.samples))
+        if _is_turn(step, config.log.health_every_steps):
+            model = self.run.plain_model()
+            if model is not None:
+                batch = self.run.held_out.batch(0, config.batch.micro_rows)
+                found["health"] = health(model, batch)
+        return found
+
+    def _validate(self) -> dict[str, float]:
+        self.validation = validate(
+            self.run.model,
+            self.run.held_out,
+            self.world,
+            rows=self.config.validation.rows,
+            micro_rows=self.config.batch.micro_rows,
+            with_accuracy=hasattr(self.run.held_out, "chance"),
+        )
+        return self.validation
+
+    def _save_is_due(self) -> bool:
+        section, step = self.config.checkpoint, self.place.step
+        waited = time.monotonic() - self.saved_at
+        by_time = section.every_seconds is not None and waited >= section.every_seconds
+        by_step = _is_turn(step, section.every_steps) or _is_turn(step, section.milestone_steps)
+        return by_step or self.world.any(self.world.is_main and by_time)
+
+    def _save(self) -> None:
+        self.saved_step, self.saved_at = self.place.step, time.monotonic()
+        self._try(self.metrics.sync)
+        self._try(self.run.save)
+        self.speed.restart()
+
+    def _leave(self, stopped_by: str | None) -> None:
+        """Save what is not saved yet, and the model of a run that has come to its end."""
+        step, steps = self.place.step, self.config.steps
+        if self.saved_step < step:
+            self._save()
+        try:
+            self.run.checkpoints.wait()
+        except CheckpointError as reason:
+            raise TrainingError(str(reason)) from None
+        if step == steps:
+            self.run.export()
+            found = "".join(f"{name} {value:.4f}, " for name, value in self.validation.items())
+            self.progress.say(f"finished: {found}the model is in {self.run.folder / MODEL}")
+        else:
+            why = stopped_by or "stopped"
+            self.progress.say(
+                f"{why}: saved after step {step} of {steps}; the same command resumes"
+            )
+
+    def _greet(self) -> None:
+        config, world = self.config, self.world
+        size = count_parameters(self.run.model)
+        where = f"{world.size} × {world.device.type}" if world.size > 1 else str(world.device)
+        begun = f"resumed after step {self.place.step}" if self.place.step else "from the beginning"
+        self.progress.say(
+            f"{self.run.folder}: {size:,} parameters on {where}, {config.steps} steps of "
+            f"{config.batch.tokens:,} tokens, {begun}"
+        )
+
+
+def _is_turn(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,63 @@
+"""A picture of one or several runs: loss, speed and gradient norm over the tokens they have seen."""
+
+# ruff: noqa: PLC0415 (matplotlib is optional)
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from gdn2.training.metrics import FILE, Line, read_metrics
+
+PANELS = {"loss": "loss", "tokens_per_second": "tokens/s", "gradient_norm": "gradient norm"}
+SMOOTHING = 50  # parts of a run over which a curve is averaged
+
+Curve = tuple[list[float], list[float]]
+
+
+def check_plot(runs: Sequence[Path], file: Path) -> None:
+    """Refuse a picture that could not be drawn."""
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"out: got {str(file)!r}, expected a name that ends in .png, .pdf or .svg")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"out: got {str(file)!r}, expected a folder that exists")
+    for run in runs:
+        if not read_metrics(run):
+            raise ValueError(f"run: got {str(run)!r}, expected a folder with steps in its {FILE}")
+    if find_spec("matplotlib") is None:
+        raise ValueError('plot: matplotlib is not installed; pip install "gdn2[plot]" installs it')
+
+
+def curve(lines: Sequence[Line], name: str) -> Curve:
+    """Tokens, and the values of this name where there are some."""
+    known = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+    return [tokens for tokens, _ in known], [value for _, value in known]
+
+
+def smoothed(drawn: Curve) -> Curve:
+    """Each value as the mean of itself and of those before it, over a part of the curve."""
+    places, values = drawn
+    window = max(1, len(values) // SMOOTHING)
+    starts = (max(0, i + 1 - window) for i in range(len(values)))
+    return places, [sum(values[a : i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
+
+
+def plot_runs(runs: Sequence[Path], file: Path) -> None:
+    """Draw the runs into a file, a panel for each quantity; dots are validation."""
+    check_plot(runs, file)
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for i, run in enumerate(runs):
+            lines, colour = read_metrics(run), f"C{i % 10}"
+            raw = curve(lines, name)
+            axes.plot(*raw, color=colour, alpha=0.25, lw=0.7)
+            axes.plot(*smoothed(raw), color=colour, lw=1.5, label=run.name)
+            if name == "loss":
+                axes.plot(*curve(lines, "validation_loss"), "o", color=colour, ms=4)
+        axes.set_title(f"{title} (dots: validation)" if name == "loss" else title)
+        axes.set_xlabel("tokens")
+        if name == "gradient_norm":
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(file, dpi=150)

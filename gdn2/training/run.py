@@ -1,0 +1,118 @@
+"""What a run holds in memory, put together from its config, and from its newest checkpoint where there is one."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gdn2.data.config import open_source
+from gdn2.models.language_model import LanguageModel
+from gdn2.ops.arguments import require
+from gdn2.training.checkpoints import Checkpoints
+from gdn2.training.config import RunConfig
+from gdn2.training.faults import TrainingError
+from gdn2.training.optimiser import build_optimiser
+from gdn2.training.run_file import check_same_run, write_config
+from gdn2.training.shard import build_model, full_weights, whole_model
+from gdn2.training.world import World
+from gdn2.training.writing import exporter, tokenizer_of
+
+CHECKPOINTS, MODEL = "checkpoints", "model"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Place:
+    """Where a run is, beside its weights and its optimiser; all else is a function of its config."""
+
+    step: int = 0  # steps done
+    skips: int = 0  # of these, how many moved nothing
+    skips_in_a_row: int = 0
+
+
+class Run:
+    """Data, model, optimiser and checkpoints of a run, at the place where it goes on."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.folder = Path(config.run.dir)
+        batch, seed = config.batch, config.run.seed
+        self.source = open_source(config.data, batch.length, seed, "train")
+        self.held_out = open_source(config.data, batch.length, seed, "validation")
+        needed = self.source.vocab_size
+        fits = config.model.vocab_size >= needed
+        require(fits, "model.vocab_size", config.model.vocab_size, f"at least the data's {needed}")
+        self.tokenizer = tokenizer_of(config.data)
+        self._export = exporter(config.model, self.tokenizer)
+        self.checkpoints = self._open_folder()
+        self.weights, self.compute = _dtypes(config, world)
+        self.model = self._build()
+        self.optimiser = build_optimiser(self.model, config.optimiser)
+        self.place = self._resume()
+
+    def save(self) -> None:
+        """Save a checkpoint with a model folder in it."""
+        self.checkpoints.save(
+            self.place.step, self.model, self.optimiser, asdict(self.place), self._export
+        )
+
+    def export(self) -> None:
+        """Write the model folder of the run."""
+        weights = full_weights(self.model, self.world)
+        if weights is not None:
+            self._export(self.folder / MODEL, weights)
+        self.world.barrier()
+
+    def plain_model(self) -> LanguageModel | None:
+        """On the main process, a copy of the model that no other process has a part in."""
+        weights = full_weights(self.model, self.world)
+        if weights is None:
+            return None
+        return whole_model(self.config.model, weights).cast(self.compute).to(self.world.device)
+
+    def _open_folder(self) -> Checkpoints:
+        section, folder = self.config.checkpoint, self.folder / CHECKPOINTS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.glob("step-*")):
+                check_same_run(self.config, self.folder)
+            self.world.barrier()
+            if self.world.is_main:
+                write_config(self.config, self.folder)
+        except OSError as reason:
+            raise ValueError(f"run.dir: got {reason}, expected a folder to write to") from None
+        return Checkpoints(
+            folder, self.world, keep=section.keep, milestones=section.milestone_steps
+        )
+
+    def _build(self) -> LanguageModel:
+        engine = self.config.engine
+        on_gpu = self.world.device.type == "cuda"
+        return build_model(
+            self.config.model,
+            seed=self.config.run.seed,
+            world=self.world,
+            weights=self.weights,
+            compute=self.compute,
+            compile=on_gpu if engine.compile == "auto" else engine.compile == "on",
+            checkpoint_blocks=engine.activation_checkpointing,
+        )
+
+    def _resume(self) -> Place:
+        newest = self.checkpoints.newest()
+        if newest is not None:
+            return Place(**self.checkpoints.load(newest, self.model, self.optimiser))
+        folder = self.folder / CHECKPOINTS
+        if any(folder.glob("step-*")):
+            raise TrainingError(
+                f"no checkpoint in {folder} is whole; move that folder away to begin anew"
+            )
+        return Place()
+
+
+def _dtypes(config: RunConfig, world: World) -> tuple[torch.dtype, torch.dtype]:
+    """Of weights, and of what is computed with them."""
+    weights, compute = config.precision.weights, config.precision.compute
+    if compute == "auto":
+        compute = "bf16" if world.device.type == "cuda" or weights == "bf16" else "fp32"
+    return DTYPES[weights], DTYPES[compute]

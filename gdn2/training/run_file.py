@@ -1,0 +1,122 @@
+"""Run configs as files: TOML with presets and dotted overrides, and what may differ when a run goes on."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gdn2.layers.plain import from_plain, nearest, to_plain
+from gdn2.models.files import read_json
+from gdn2.models.presets import preset
+from gdn2.ops.arguments import require
+from gdn2.training.config import RunConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+WRITTEN = "config.json"
+# What changes neither weights nor data: a resumed run may have other values.
+FREE = (
+    *("run.dir", "batch.micro_rows"),
+    *("engine", "parallel", "checkpoint", "validation", "samples", "log"),
+)
+
+
+def config_names() -> list[str]:
+    """Configs that come with the package."""
+    return sorted(file.stem for file in CONFIGS.glob("*.toml"))
+
+
+def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a file, or the embedded one of this name, with `section.key=value` put over it."""
+    file = Path(name)
+    if not file.is_file():
+        file = CONFIGS / f"{name}.toml"
+    if not file.is_file():
+        known = nearest(str(name), config_names())
+        raise ValueError(f"config: got {str(name)!r}, expected a file or {known}")
+    table = _read(file)
+    for override in overrides:
+        _put(table, override)
+    return config_from(table)
+
+
+def config_from(table: dict[str, Any]) -> RunConfig:
+    """Read nested tables; `model.preset` stands for all values of that preset, which those beside it replace."""
+    model = table.get("model")
+    if isinstance(model, dict) and "preset" in model:
+        own = {key: value for key, value in model.items() if key != "preset"}
+        name = model["preset"]
+        require(isinstance(name, str), "model.preset", repr(name), "a string")
+        try:
+            table = {**table, "model": {**preset(name).to_dict(), **own}}
+        except ValueError as mistake:
+            raise ValueError(f"model.{mistake}") from None
+    return from_plain(RunConfig, table)
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """Write down what a run was started with."""
+    part = folder / f".{WRITTEN}"
+    part.write_text(json.dumps(to_plain(config), indent=2) + "\n")
+    part.replace(folder / WRITTEN)
+
+
+def check_same_run(config: RunConfig, folder: Path) -> None:
+    """Raise ValueError if the run in a folder was started with another config, apart from what may differ."""
+    before = dict(_leaves(read_json(folder / WRITTEN)))
+    now = dict(_leaves(json.loads(json.dumps(to_plain(config)))))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not _is_free(name):
+            raise ValueError(
+                f"{name}: got {now.get(name)!r}, expected {before.get(name)!r}, with which the run in {folder} "
+                f"was started; only {', '.join(FREE)} may differ, a new run needs another run.dir"
+            )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file.suffix == ".json":
+        return read_json(file)
+    try:
+        return tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+        raise ValueError(f"{file}: got {reason}, expected TOML") from None
+
+
+def _put(table: dict[str, Any], override: str) -> None:
+    """Set the value that section.key=value names; `none` is no value, which TOML has no word for."""
+    path, equals, text = override.partition("=")
+    *sections, key = path.strip().split(".")
+    if not equals or not key or not all(sections):
+        raise ValueError(f"override: got {override!r}, expected section.key=value")
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"override: got {override!r}, but {section} is no table")
+        table = inner
+    table[key] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value; what is none is a string, so that paths and names need no quotes in a shell."""
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables and lists with their dotted paths."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(f"{free}.") for free in FREE)

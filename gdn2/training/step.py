@@ -1,0 +1,74 @@
+"""One step of the optimiser."""
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn2.data.batch import IGNORED, Batch
+from gdn2.layers.layout import Layout
+from gdn2.models.language_model import LanguageModel
+from gdn2.training.shard import accumulate, clip_gradients, synchronise
+from gdn2.training.world import World
+
+
+class StepResult(NamedTuple):
+    """What a step found, the same on every process."""
+
+    loss: float  # mean over all targets of the step that count
+    gradient_norm: float  # before clipping
+
+    @property
+    def is_finite(self) -> bool:
+        return isfinite(self.loss) and isfinite(self.gradient_norm)
+
+
+def train_step(
+    model: LanguageModel,
+    optimiser: torch.optim.Optimizer,
+    world: World,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    clip: float,
+) -> StepResult:
+    """Move the weights by the mean gradient over all targets of this process's batches and of the others'.
+
+    A loss or a norm that is no number moves nothing; its gradients are left for a diagnosis, until the next step.
+    """
+    optimiser.zero_grad()
+    counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+    # Gradients are averaged over processes, so a batch weighs by its part of a process's mean number of targets.
+    share = world.mean(torch.tensor(float(sum(counts)), device=world.device)).clamp(min=1)
+    total = torch.zeros((), device=world.device)
+    for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        accumulate(model, last=i == len(batches) - 1)
+        loss = loss_of(model, batch, world.device) * (count / share)
+        loss.backward()
+        total += loss.detach()
+    synchronise(model, world)
+    norm = clip_gradients(model, world, clip)
+    result = StepResult(*torch.stack([world.mean(total), norm.to(total)]).tolist())
+    if result.is_finite:
+        for group in optimiser.param_groups:
+            group["lr"] = lr
+        optimiser.step()
+    return result
+
+
+def loss_of(model: LanguageModel, batch: Batch, device: torch.device) -> Tensor:
+    """The mean loss over the batch's targets that count."""
+    ids, layout = on_device(batch, device)
+    loss = model(ids, layout=layout, targets=batch.targets.to(device, non_blocking=True)).loss
+    assert loss is not None
+    return loss
+
+
+def on_device(batch: Batch, device: torch.device) -> tuple[Tensor, Layout]:
+    """The batch's tokens where the model is, and where they lie."""
+    ids = batch.ids.to(device, non_blocking=True)
+    if batch.cu_seqlens is None:
+        return ids, Layout.dense(*ids.shape)
+    return ids, Layout.packed(batch.cu_seqlens.to(device, non_blocking=True), ids.shape[1])

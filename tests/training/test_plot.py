@@ -1,0 +1,52 @@
+"""The picture of runs."""
+
+from pathlib import Path
+
+import pytest
+
+from gdn2.training.metrics import Metrics, read_metrics
+from gdn2.training.plot import curve, plot_runs, smoothed
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with Metrics(tmp_path, 0) as metrics:
+        for step in range(1, 301):
+            line = {"step": step, "tokens": 10 * step, "loss": 3.0 / step}
+            line |= {"gradient_norm": 1.0 + step % 2, "tokens_per_second": 100.0}
+            metrics.write(line | ({"validation_loss": 1.0} if step % 100 == 0 else {}))
+        metrics.write({"step": 301, "tokens": 3010, "loss": float("nan")})
+    return tmp_path
+
+
+def test_curves_leave_out_what_is_not_there(run: Path) -> None:
+    lines = read_metrics(run)
+    places, values = curve(lines, "loss")
+    assert places == [10 * step for step in range(1, 301)]
+    assert values == [3.0 / step for step in range(1, 301)]
+    assert curve(lines, "validation_loss") == ([1000, 2000, 3000], [1.0, 1.0, 1.0])
+
+
+def test_smoothing_is_a_mean_of_what_came_before(run: Path) -> None:
+    """Of 300 values, over a fiftieth: six."""
+    places, values = smoothed(curve(read_metrics(run), "gradient_norm"))
+    assert places[-1] == 3000
+    assert values[:3] == pytest.approx([2.0, 1.5, 5 / 3])
+    assert values[5:] == pytest.approx([1.5] * 295)
+
+
+def test_a_picture_of_several_runs(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "curves.png"
+    plot_runs([run, run], file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.stat().st_size > 20_000
+
+
+def test_what_cannot_be_drawn_is_named(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^out: got 'a.txt', expected a name that ends in .png"):
+        plot_runs([run], Path("a.txt"))
+    with pytest.raises(ValueError, match=r"^out: got 'no/a.png', expected a folder that exists"):
+        plot_runs([run], Path("no/a.png"))
+    with pytest.raises(ValueError, match=r"^run: got '.*empty', expected a folder with steps"):
+        plot_runs([run, tmp_path / "empty"], tmp_path / "a.png")

@@ -1,0 +1,197 @@
+"""One model over several processes is the model of one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gdn2.models.language_model import LanguageModel
+from gdn2.models.param_groups import group_of
+from gdn2.training.shard import accumulate, build_model, clip_gradients, full_weights, whole_model
+from gdn2.training.world import World
+from tests.models.cases import EVERYTHING, tokens
+from tests.training.spawn import alone, in_processes
+from tests.training.tiny import HYBRID, batch, build, losses, plain_losses
+
+STEPS, MIXED_STEPS = 20, 5
+Results = list[Any]  # what `scenario` returns, of each process
+Single = tuple[list[float], dict[str, Tensor], list[float]]  # curve, weights, curve in bf16
+
+
+def first_weights(world: World) -> dict[str, Tensor] | None:
+    model = build_model(
+        EVERYTHING,
+        seed=3,
+        world=world,
+        weights=torch.float32,
+        compute=torch.float32,
+        compile=False,
+        checkpoint_blocks=False,
+    )
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) == (group_of(name, parameter) != "vectors"), name
+    return full_weights(model, world)
+
+
+def vectors(model: LanguageModel) -> dict[str, list[float]]:
+    return {
+        name: x.tolist() for name, x in model.named_parameters() if group_of(name, x) == "vectors"
+    }
+
+
+def mixed(world: World, **choices: bool) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses and final vectors where matrices are computed in bf16."""
+    model, optimiser = build(world, torch.bfloat16, **choices)
+    seen: list[torch.dtype] = []
+    model.blocks[0].register_forward_hook(lambda block, _, out: seen.append(out[0].dtype))
+    curve = losses(world, model, optimiser, 0, MIXED_STEPS)
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {x.dtype for state in optimiser.state.values() for x in state.values()} == {
+        torch.float32
+    }
+    return curve, vectors(model)
+
+
+def scenario(world: World) -> tuple[object, ...]:
+    """Everything that is asked of several processes, for they take long to start."""
+    model, optimiser = build(world)
+    curve = losses(world, model, optimiser, 0, STEPS)
+    rows = batch(99)
+    with torch.no_grad():  # leaves whole weights behind, which must not be taken for the shards
+        model(rows)
+    final = full_weights(model, world)
+    return curve, vectors(model), first_weights(world), final, mixed(world)
+
+
+@pytest.fixture(scope="module", params=["2", "4", "2 × 2"])
+def results(request: pytest.FixtureRequest) -> Results:
+    size, replicate = {"2": (2, 1), "4": (4, 1), "2 × 2": (4, 2)}[request.param]
+    return in_processes(size, scenario, replicate=replicate)
+
+
+@pytest.fixture(scope="module")
+def single() -> Single:
+    with alone() as world:
+        model, optimiser = build(world)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        curve = losses(world, model, optimiser, 0, STEPS)
+        weights = full_weights(model, world)
+        assert weights is not None
+        return curve, weights, mixed(world)[0]
+
+
+def test_one_process_is_plain_training(single: Single) -> None:
+    assert single[0] == pytest.approx(plain_losses(STEPS), rel=1e-6)
+
+
+def test_every_process_sees_the_curve_of_one(results: Results, single: Single) -> None:
+    for curve, *_ in results:
+        assert curve == pytest.approx(single[0], rel=1e-6)
+    final = results[0][3]
+    for name, weight in single[1].items():
+        torch.testing.assert_close(final[name], weight, rtol=1e-3, atol=1e-5, msg=name)
+    assert all(final is None for _, _, _, final, _ in results[1:])
+
+
+def test_first_weights_have_the_bits_of_one_process(results: Results) -> None:
+    found = results[0][2]
+    expected = dict(LanguageModel(EVERYTHING, seed=3).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_vectors_are_the_same_everywhere(results: Results) -> None:
+    for _, after, _, _, (_, after_mixed) in results:
+        assert after == results[0][1]
+        assert after_mixed == results[0][4][1]
+
+
+def test_bf16_compute_follows_the_curve(results: Results, single: Single) -> None:
+    for *_, (curve, _) in results:
+        assert curve == pytest.approx(single[2], rel=3e-3)
+        assert curve == pytest.approx(single[0][:MIXED_STEPS], rel=2e-2)
+        assert curve != pytest.approx(single[0][:MIXED_STEPS], rel=1e-6)
+
+
+def test_checkpointed_blocks_change_nothing() -> None:
+    with alone() as world:
+        assert mixed(world, checkpoint_blocks=True) == mixed(world)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_follow_the_curve() -> None:
+    with alone() as world:
+        expected, _ = mixed(world)
+        for again in (False, True):
+            curve, _ = mixed(world, compile=True, checkpoint_blocks=again)
+            assert curve == pytest.approx(expected, rel=5e-3)
+
+
+def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:
+    ids = tokens(2, 9)
+    with alone() as world:
+        found = []
+        for weights in (torch.bfloat16, torch.float32):
+            model = build_model(
+                EVERYTHING,
+                seed=3,
+                world=world,
+                weights=weights,
+                compute=torch.bfloat16,
+                compile=False,
+                checkpoint_blocks=False,
+            )
+            loss = model(ids, targets=ids).loss
+            assert loss is not None
+            loss.backward()
+            assert all(x.grad is not None and x.grad.dtype == x.dtype for x in model.parameters())
+            found.append(float(loss.detach()))
+        assert found[0] == pytest.approx(found[1], rel=1e-2)
+
+
+def gradients(model: LanguageModel) -> list[Tensor]:
+    return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "spoil", "factor"),
+    [
+        (1e9, float, lambda norm: 1.0),
+        (0.5, float, lambda norm: 0.5 / norm),
+        (0.5, lambda _: torch.inf, lambda norm: 1.0),
+    ],
+)
+def test_clipping(
+    max_norm: float, spoil: Callable[[Tensor], float], factor: Callable[[float], float]
+) -> None:
+    with alone() as world:
+        model, _ = build(world)
+        accumulate(model, last=True)
+        loss = model(batch(0), targets=batch(1)).loss
+        assert loss is not None
+        loss.backward()
+        grad = model.norm.weight.grad
+        assert grad is not None
+        grad[0] = spoil(grad[0])
+        before = gradients(model)
+        expected = torch.cat([x.flatten().double() for x in before]).norm()
+        norm = clip_gradients(model, world, max_norm)
+        assert norm.dtype == torch.float32
+        assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+        for x, old in zip(gradients(model), before, strict=True):
+            torch.testing.assert_close(x, old * factor(float(norm)), rtol=1e-5, atol=0)
+
+
+def test_a_whole_model_has_the_weights_it_was_given() -> None:
+    with alone() as world:
+        model, _ = build(world, torch.bfloat16)
+        weights = full_weights(model, world)
+        assert weights is not None
+        expected = dict(LanguageModel(HYBRID, seed=5).named_parameters())
+        for name, parameter in whole_model(HYBRID, weights).named_parameters():
+            assert torch.equal(parameter, expected[name]), name
