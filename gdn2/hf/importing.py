@@ -1,0 +1,193 @@
+"""Other people's checkpoints as our models; every tensor is accounted for, or the file is refused."""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mode
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gdn2.hf.naming import WRAPPERS, Naming
+from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
+from gdn2.models.config import ModelConfig
+from gdn2.models.files import read_tensors
+from gdn2.models.language_model import LanguageModel
+from gdn2.models.weights import weight_files
+from gdn2.ops.arguments import require
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsaid:
+    """What the tensors of a checkpoint do not say.
+
+    output_gate: "silu" in the released code, "sigmoid" in fla; names and shapes are the same. None is SiLU for the
+        released code's checkpoints, and an error for others.
+    head_dim, window, rotary_base: of attention, where there is any; the defaults are the released code's.
+    """
+
+    output_gate: Literal["silu", "sigmoid"] | None = None
+    erase_range: float = 1.0
+    head_dim: int = 128
+    window: int | None = 2048
+    rotary_base: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a .pth file, of a safetensors file, or of a folder of these, without prefixes of wrappers.
+
+    A pickle is read by torch's own reader of tensors and plain values, which executes nothing.
+    """
+    path = Path(path)
+    require(path.exists(), "checkpoint", f"{path}, which is not there", "a file or a folder")
+    files = weight_files(path) if path.is_dir() else [path]
+    found: dict[str, Any] = {}
+    for file in files:
+        is_safe = file.suffix == ".safetensors"
+        found |= read_tensors(file, torch.device("cpu")) if is_safe else _unpickle(file)
+    for name in ("model", "state_dict"):
+        found = found[name] if isinstance(found.get(name), dict) else found
+    tensors = {WRAPPERS.sub("", str(name)): value for name, value in found.items()}
+    for name, value in tensors.items():
+        fits = isinstance(value, Tensor)
+        require(fits, f"checkpoint: {name}", type(value).__name__, "a tensor")
+    return tensors
+
+
+def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
+    """The model that a checkpoint of the released code, or of a model around fla's layer, holds."""
+    naming = Naming.of(tensors)
+    names = dict(naming.pairs(unsaid.tied))
+    fused = [naming.fused(i) for i in range(naming.count) if naming.is_fused(i)]
+    _check_complete(tensors.keys(), {*names.values(), *fused})
+    config = _config(tensors, naming, names, unsaid)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    weights = {own: _unfolded(own, tensors[other]) for own, other in names.items()}
+    for i in range(naming.count):
+        if naming.is_fused(i):
+            name = naming.fused(i)
+            parts = _split(name, tensors[name], unsaid.head_dim)
+            for own, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                names[f"blocks.{i}.mixer.{own}.weight"] = name
+                weights[f"blocks.{i}.mixer.{own}.weight"] = part
+    for own, parameter in model.named_parameters():
+        got, expected = tuple(weights[own].shape), tuple(parameter.shape)
+        require(got == expected, f"checkpoint: {names[own]}", f"shape {got}", expected)
+    # Tensors of a file may share its memory, and lie where products round differently.
+    model.load_state_dict({own: x.clone() for own, x in weights.items()}, assign=True)
+    return model
+
+
+def _unpickle(file: Path) -> dict[str, Any]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as reason:
+        line = str(reason).strip().partition("\n")[0]
+        expected = "a checkpoint of tensors and plain values"
+        raise ValueError(f"{file}: got {line!r}, expected {expected}") from None
+    require(isinstance(found, dict), f"{file}", type(found).__name__, "a dict of tensors")
+    return found
+
+
+def _check_complete(found: Iterable[str], expected: set[str]) -> None:
+    names = set(found)
+    for kind, strange in (("no", expected - names), ("unexpected", names - expected)):
+        first = sorted(strange)[:3]
+        more = f" and {len(strange) - 3} more" * (len(strange) > 3)
+        what = f"{kind} {', '.join(first)}{more}"
+        require(not strange, "checkpoint", what, "the tensors of its blocks and no others")
+
+
+def _config(tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Unsaid) -> ModelConfig:
+    """Sizes that most blocks agree on, taken from vectors and counts: so a tensor that is wrong is the one refused."""
+
+    def size(ending: str) -> int:
+        return mode(tensors[other].numel() for own, other in names.items() if own.endswith(ending))
+
+    width = size("mixer_norm.weight")
+    mixers: list[MixerConfig] = [
+        _delta(size, width, naming, unsaid)
+        if naming.is_delta(i)
+        else _attention(tensors, naming, names, unsaid, width, i)
+        for i in range(naming.count)
+    ]
+    return ModelConfig(
+        hidden_size=width,
+        intermediate_size=size("mlp.up_proj.weight") // width,
+        num_hidden_layers=naming.count,
+        cell=_cell(mixers),
+        vocab_size=size("embedding.weight") // width,
+        rms_norm_eps=unsaid.norm_eps,
+        tie_word_embeddings=unsaid.tied,
+    )
+
+
+def _delta(size: Callable[[str], int], width: int, naming: Naming, unsaid: Unsaid) -> DeltaConfig:
+    gate = unsaid.output_gate or ("silu" if naming.is_official else None)
+    expected = "silu, as in the released code, or sigmoid, as in fla: names and shapes are the same"
+    require(gate is not None, "output_gate", gate, expected)
+    assert gate is not None
+    heads, keys = size(".decay_log_rate"), size(".decay_bias")
+    values, value_head = size(".gate_proj.up.bias"), size(".mixer.norm.weight")
+    return DeltaConfig(
+        num_heads=heads,
+        num_value_heads=None if values == heads * value_head else values // value_head,
+        key_head_dim=keys // heads,
+        value_head_dim=value_head,
+        conv_width=size(".q_conv.weight") // keys,
+        erase_range=unsaid.erase_range,
+        output_gate=gate,
+        gate_rank=size(".decay_proj.down.weight") // width,
+    )
+
+
+def _attention(
+    tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Unsaid, width: int, i: int
+) -> AttentionConfig:
+    def heads(rows: int, name: str) -> int:
+        fits = rows % unsaid.head_dim == 0
+        require(fits, "head_dim", unsaid.head_dim, f"a divisor of {rows}, the rows of {name}")
+        return rows // unsaid.head_dim
+
+    if naming.is_fused(i):
+        name = naming.fused(i)
+        queries = keys = heads(tensors[name].numel() // width // 3, name)
+    else:
+        q, k = (names[f"blocks.{i}.mixer.{own}.weight"] for own in ("q_proj", "k_proj"))
+        queries, keys = (heads(tensors[name].numel() // width, name) for name in (q, k))
+    return AttentionConfig(
+        num_heads=queries,
+        num_kv_heads=None if keys == queries else keys,
+        head_dim=unsaid.head_dim,
+        window=unsaid.window,
+        rotary_base=unsaid.rotary_base,
+    )
+
+
+def _cell(mixers: list[MixerConfig]) -> tuple[MixerConfig, ...]:
+    """The shortest cell whose repetition this is."""
+    count = len(mixers)
+    periods = (n for n in range(1, count + 1) if count % n == 0)
+    return next(tuple(mixers[:n]) for n in periods if mixers[:n] * (count // n) == mixers)
+
+
+def _unfolded(own: str, tensor: Tensor) -> Tensor:
+    """A convolution's weight [channels, 1, width] without its middle."""
+    is_depthwise = "_conv." in own and tensor.ndim == 3 and tensor.shape[1] == 1
+    return tensor.squeeze(1) if is_depthwise else tensor
+
+
+def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
+    """Queries, keys and values of rows that are grouped by head."""
+    fits = fused.ndim == 2 and fused.shape[0] % (3 * head_dim) == 0
+    expected = f"rows of queries, keys and values of heads of {head_dim}"
+    require(fits, f"checkpoint: {name}", f"shape {tuple(fused.shape)}", expected)
+    grouped = fused.unflatten(0, (-1, 3, head_dim))
+    return [grouped[:, part].flatten(0, 1) for part in range(3)]

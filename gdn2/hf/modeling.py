@@ -1,0 +1,137 @@
+"""The language model as transformers' classes."""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+# ruff: noqa: RUF012 (transformers reads these lists from the classes, and is not typed throughout)
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from gdn2.hf.base import Encoded, Gdn2PreTrainedModel
+from gdn2.hf.cache import Gdn2Cache
+from gdn2.ops.arguments import require
+
+
+class Gdn2Model(Gdn2PreTrainedModel):
+    """From tokens to hidden states."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^head\.weight$"]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Gdn2Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [batch, length, width], zero where there is padding."""
+        found = self._encode(
+            input_ids,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            output_hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens=cu_seq_lens_q,
+            seq_idx=seq_idx,
+        )
+        last: Any = found.layout.unpack(found.x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=found.cache,
+            hidden_states=found.hidden_states,
+        )
+
+
+class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
+    """From tokens to the logits of the next."""
+
+    _tied_weights_keys = {"head.weight": "embedding.weight"}
+    _has_head = True
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any
+    ) -> None:
+        """Put in an empty cache where generation wants one and the caller gave none."""
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            prepare: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
+            prepare(generation_config, model_kwargs, *others)
+            return
+        kind = generation_config.cache_implementation
+        require(kind in (None, "dynamic"), "cache_implementation", repr(kind), "None: there is one")
+        model_kwargs["past_key_values"] = cache = Gdn2Cache()
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Gdn2Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [batch, length, vocabulary], zero where there is padding, and the loss where there are labels.
+
+        `labels` are the tokens themselves, as everywhere in transformers; `logits_to_keep` keeps that many of the last
+        columns, or those it lists, and 1 the last token of each row, wherever its padding is.
+        """
+        found = self._encode(
+            input_ids,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            output_hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens=cu_seq_lens_q,
+            seq_idx=seq_idx,
+        )
+        logits = self._logits(found, logits_to_keep)
+        loss = None
+        if labels is not None:
+            kwargs["vocab_size"] = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=found.cache,
+            hidden_states=found.hidden_states,
+        )
+
+    def _logits(self, found: Encoded, keep: int | Tensor) -> Any:
+        x, layout, cache, _ = found
+        if isinstance(keep, int) and keep == 0:
+            return layout.unpack(self.head(x))
+        if isinstance(keep, int) and keep == 1 and layout.rows == layout.batch:
+            if cache is not None and cache.now is not None:
+                last = cache.now.last  # which may have come in an earlier call
+            else:
+                last = layout.last(x, x.new_zeros(layout.rows, x.shape[-1]))
+            return self.head(last).unsqueeze(1)
+        columns = slice(-keep, None) if isinstance(keep, int) else keep
+        return self.head(layout.unpack(x)[:, columns])

@@ -1,0 +1,256 @@
+"""Checkpoints in other people's names come back as the same model, and wrong ones are refused by name."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import gdn2
+from gdn2.cli import app
+from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
+from gdn2.layers.config import AttentionConfig, DeltaConfig
+from gdn2.models.language_model import LanguageModel
+from tests.models.cases import config, make, tokens
+
+Tensors = dict[str, Tensor]
+LAYER = DeltaConfig(num_heads=2, key_head_dim=5, value_head_dim=4, gate_rank=3)
+WINDOW = AttentionConfig(num_heads=5, head_dim=2, window=5)
+OFFICIAL = Unsaid(head_dim=2, window=5)
+FLA = Unsaid(head_dim=2, window=5, output_gate="sigmoid")
+
+
+def layer(model: LanguageModel, i: int) -> Tensors:
+    """The names of the layer's parameters in the released code and in fla."""
+    own = model.get_submodule(f"blocks.{i}.mixer").state_dict()
+    return {
+        **{f"{x}_proj.weight": own[f"{x}_proj.weight"] for x in "qkv"},
+        **{f"{x}_conv1d.weight": own[f"{x}_conv.weight"][:, None] for x in "qkv"},
+        "b_proj.weight": own["erase_proj.weight"],
+        "w_proj.weight": own["write_proj.weight"],
+        "f_proj.0.weight": own["decay_proj.down.weight"],
+        "f_proj.1.weight": own["decay_proj.up.weight"],
+        "A_log": own["decay_log_rate"],
+        "dt_bias": own["decay_bias"],
+        "g_proj.0.weight": own["gate_proj.down.weight"],
+        "g_proj.1.weight": own["gate_proj.up.weight"],
+        "g_proj.1.bias": own["gate_proj.up.bias"],
+        "o_norm.weight": own["norm.weight"],
+        "o_proj.weight": own["out_proj.weight"],
+    }
+
+
+def official(model: LanguageModel) -> Tensors:
+    """As the released code names them; attention's rows are grouped by head: its q, k and v, then the next head's."""
+    own = model.state_dict()
+    found = {
+        "transformer.wte.weight": own["embedding.weight"],
+        "transformer.ln_f.weight": own["norm.weight"],
+        "lm_head.weight": own["head.weight"],
+    }
+    for i, mixer in enumerate(model.config.mixers):
+        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+        found[f"{theirs}.norm_1.weight"] = own[f"{ours}.mixer_norm.weight"]
+        found[f"{theirs}.norm_2.weight"] = own[f"{ours}.mlp_norm.weight"]
+        for theirs_mlp, name in (("w1", "gate_proj"), ("w2", "up_proj"), ("w3", "down_proj")):
+            found[f"{theirs}.mlp.swiglu.{theirs_mlp}.weight"] = own[f"{ours}.mlp.{name}.weight"]
+        if isinstance(mixer, DeltaConfig):
+            found |= {f"{theirs}.attn.{name}": x for name, x in layer(model, i).items()}
+            continue
+        assert isinstance(mixer, AttentionConfig)
+        rows = [
+            own[f"{ours}.mixer.{x}_proj.weight"][head * 2 : head * 2 + 2]
+            for head in range(mixer.num_heads)
+            for x in "qkv"
+        ]
+        found[f"{theirs}.attn.attn.weight"] = torch.cat(rows)
+        found[f"{theirs}.attn.proj.weight"] = own[f"{ours}.mixer.out_proj.weight"]
+    return found
+
+
+def around_fla(model: LanguageModel) -> Tensors:
+    """As fla names a model around its layers."""
+    own = model.state_dict()
+    found = {
+        "model.embeddings.weight": own["embedding.weight"],
+        "model.norm.weight": own["norm.weight"],
+        "lm_head.weight": own["head.weight"],
+    }
+    for i, mixer in enumerate(model.config.mixers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        found[f"{theirs}.attn_norm.weight"] = own[f"{ours}.mixer_norm.weight"]
+        found[f"{theirs}.mlp_norm.weight"] = own[f"{ours}.mlp_norm.weight"]
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            found[f"{theirs}.mlp.{name}.weight"] = own[f"{ours}.mlp.{name}.weight"]
+        if isinstance(mixer, DeltaConfig):
+            found |= {f"{theirs}.attn.{name}": x for name, x in layer(model, i).items()}
+        else:
+            for name, x in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
+                found[f"{theirs}.attn.{name}_proj.weight"] = own[f"{ours}.mixer.{x}_proj.weight"]
+    return found
+
+
+def hybrid(**changes: Any) -> LanguageModel:
+    return make(config(replace(LAYER, **changes), WINDOW, layers=4)).float()
+
+
+def assert_same(found: LanguageModel, model: LanguageModel) -> None:
+    assert found.config == model.config
+    ids = tokens(2, 9)
+    ours, theirs = model(ids).logits, found(ids).logits
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(theirs, ours)
+
+
+def test_official_checkpoints_come_back(tmp_path: Path) -> None:
+    """With what a trainer saves beside the model, and prefixes of wrappers."""
+    model = hybrid()
+    assert_same(import_model(official(model), OFFICIAL), model)
+    wrapped = {f"_forward_module.{name}": x for name, x in official(model).items()}
+    extras = {"optimizer": {"state": {0: torch.ones(3)}}, "hparams": {"lr": 1e-3}, "step_count": 7}
+    torch.save({"model": wrapped, **extras}, tmp_path / "step.pth")
+    assert_same(import_model(read_checkpoint(tmp_path / "step.pth"), OFFICIAL), model)
+    recurrent = make(config(replace(LAYER, num_value_heads=4), layers=3)).float()
+    assert_same(import_model(official(recurrent), OFFICIAL), recurrent)
+
+
+def test_models_around_flas_layer_come_back(tmp_path: Path) -> None:
+    model = hybrid(output_gate="sigmoid")
+    tensors = around_fla(model)
+    assert_same(import_model(tensors, FLA), model)
+    others = {"embeddings": "embed_tokens", "attn_norm": "input_layernorm", "model.layers": "net.h"}
+    others |= {"mlp_norm": "post_attention_layernorm", ".attn.": ".mixer.gdn2.", "model.": "net."}
+    renamed = {}
+    for name, x in tensors.items():
+        for old, new in others.items():
+            name = name.replace(old, new)  # noqa: PLW2901
+        renamed[name] = x.contiguous()
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert_same(import_model(read_checkpoint(tmp_path), FLA), model)
+
+
+def test_the_gate_must_be_said_where_the_file_cannot() -> None:
+    tensors = around_fla(hybrid())
+    with pytest.raises(
+        ValueError, match=r"^output_gate: got None, expected silu, as in the released code, or sigm"
+    ):
+        import_model(tensors, replace(FLA, output_gate=None))
+    ids = tokens(1, 5)
+    silu, sigmoid = (
+        import_model(tensors, replace(FLA, output_gate=g)) for g in ("silu", "sigmoid")
+    )
+    assert not torch.allclose(silu(ids).logits, sigmoid(ids).logits)
+
+
+def without(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without("transformer.h.2.attn.A_log"), r"got no transformer\.h\.2\.attn\.A_log, expected"),
+        (without("transformer.h.0.norm_1.weight"), r"got no transformer\.h\.0\.norm_1\.weight, e"),
+        (without("transformer.h.1.attn.attn.weight"), r"no transformer\.h\.1\.attn\.attn\.weight"),
+        (without("lm_head.weight"), r"got no lm_head\.weight, expected the tensors of its blocks"),
+        (
+            lambda tensors: tensors.update(rotary=torch.ones(1)),
+            r"^checkpoint: got unexpected rotary, expected the tensors of its blocks and no others$",
+        ),
+        (
+            changed("transformer.h.2.attn.dt_bias", lambda x: x[:-1]),
+            r"^checkpoint: transformer\.h\.2\.attn\.dt_bias: got shape \(9,\), expected \(10,\)$",
+        ),
+        (
+            changed("transformer.h.0.mlp.swiglu.w3.weight", lambda x: x.T),
+            r"^checkpoint: transformer\.h\.0\.mlp\.swiglu\.w3\.weight: got shape \(14, 10\), exp",
+        ),
+        (
+            changed("transformer.wte.weight", lambda x: x.T),
+            r"^checkpoint: transformer\.wte\.weight: got shape \(10, 23\), expected \(23, 10\)$",
+        ),
+        (
+            changed("transformer.h.3.attn.attn.weight", lambda x: x.T),
+            r"^checkpoint: transformer\.h\.3\.attn\.attn\.weight: got shape \(10, 30\), expected rows",
+        ),
+        (
+            changed("transformer.h.0.attn.k_conv1d.weight", lambda x: x[..., 0]),
+            r"^checkpoint: transformer\.h\.0\.attn\.k_conv1d\.weight: got shape \(10, 1\), expec",
+        ),
+        (lambda tensors: tensors.clear(), r"^checkpoint: got no tensor ….q_conv1d.weight, expecte"),
+    ],
+)
+def test_wrong_checkpoints_are_refused_by_name(
+    spoil: Callable[[Tensors], object], message: str
+) -> None:
+    tensors = official(hybrid())
+    spoil(tensors)
+    with pytest.raises(ValueError, match=message) as caught:
+        import_model(tensors, OFFICIAL)
+    assert "\n" not in str(caught.value)
+
+
+class Bomb:
+    """What a pickle that executes code looks like."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
+    torch.save(
+        {"model": official(hybrid()), "hparams": Bomb(tmp_path / "harm")}, tmp_path / "c.pth"
+    )
+    with pytest.raises(
+        ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and plain"
+    ):
+        read_checkpoint(tmp_path / "c.pth")
+    assert not (tmp_path / "harm").exists()
+    (tmp_path / "c.pth").write_bytes(b"no checkpoint")
+    with pytest.raises(
+        ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and plain"
+    ):
+        read_checkpoint(tmp_path / "c.pth")
+    torch.save({"model": {"x": 3}}, tmp_path / "c.pth")
+    with pytest.raises(ValueError, match=r"^checkpoint: x: got int, expected a tensor$"):
+        read_checkpoint(tmp_path / "c.pth")
+    with pytest.raises(ValueError, match=r"nowhere, which is not there, expected a file or a fold"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+def test_the_command_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gdn2.cli.hub.find_spec", lambda name: None)
+    for verb in ("import", "export"):
+        refused = CliRunner().invoke(app, [verb, "a", "b"])
+        assert refused.exit_code == 2
+        assert refused.output == (
+            'error: transformers is not installed; pip install "gdn2[hf]" installs it\n'
+        )
+
+
+def test_the_command_writes_a_model_folder(tmp_path: Path) -> None:
+    model = hybrid(output_gate="sigmoid")
+    torch.save(around_fla(model), tmp_path / "fla.pth")
+    command = ["import", str(tmp_path / "fla.pth"), str(tmp_path / "m")]
+    command += ["--head-dim", "2", "--window", "5"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert "error: output_gate: got None, expected silu" in refused.output
+    done = CliRunner().invoke(app, [*command, "--output-gate", "sigmoid"])
+    assert done.exit_code == 0, done.output
+    assert f"wrote {tmp_path / 'm'}" in done.output
+    assert_same(gdn2.load(tmp_path / "m"), model)
