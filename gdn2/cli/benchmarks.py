@@ -183,3 +183,64 @@ def generation(
         result = run(plan)
     render(result, console())
     write(json_file, result.as_json())
+
+
+@bench.command()
+def training(
+    preset: Annotated[
+        list[str] | None, typer.Argument(help="Presets, such as gdn2-1.3b-hybrid.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="BxT: batch and length of a step; on a GPU the paper's. Repeatable."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Dtypes of the weights, with commas: bf16, fp32; on a GPU bf16."),
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to time, after a few others.")] = 10,
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads torch may use.")] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time the same model built from fla's layers too.")
+    ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also time a fresh process that has compiled nothing.")
+    ] = False,
+    json_file: JsonFile = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", dir_okay=False, callback=in_a_folder, help="Draw a picture."),
+    ] = None,
+) -> None:
+    """Time whole training steps on random tokens, beside the paper's numbers.
+
+    Models take turns, so the ratios hold. What fails or does not fit into memory is a row with the reason.
+    """
+    from gdn2.bench.plot import check_plot
+    from gdn2.bench.timing import use_threads
+    from gdn2.bench.training import read_plan, run
+    from gdn2.bench.training_cold import first_step_seconds
+    from gdn2.bench.training_report import line, plot, render, render_cold
+
+    check_plot(plot_file)
+    plan = read_plan(
+        presets=preset,
+        shapes=shape,
+        weights=weights,
+        device=device,
+        compile=compile,
+        peers=peers,
+        steps=steps,
+    )
+    first_steps = first_step_seconds(plan) if cold else {}
+    with use_threads(threads):
+        result = run(plan, lambda row: typer.echo(line(row), err=True))
+    render(result, console())
+    render_cold(first_steps, console())
+    write(json_file, {"result": result.as_json(), "cold_seconds": first_steps})
+    if plot_file is not None:
+        plot(result, plot_file)

@@ -1,0 +1,136 @@
+"""What the paths given to `gdn2 report` hold: runs, evaluations, training speeds and synthetic grids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gdn2.bench.synthetic import FORMAT as SYNTHETIC
+from gdn2.bench.synthetic import Cell
+from gdn2.evals.report.evaluation import Evaluation, read_evaluation
+from gdn2.evals.results import FORMAT as RESULTS
+from gdn2.evals.run import RESULTS as RESULTS_FILE
+from gdn2.layers.plain import from_plain
+from gdn2.models.files import read_json
+from gdn2.training.config import RunConfig
+from gdn2.training.metrics import FILE as METRICS
+from gdn2.training.metrics import Line, read_metrics
+from gdn2.training.run_file import WRITTEN, load_config
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its config and the line of each step."""
+
+    folder: Path
+    config: RunConfig
+    lines: list[Line]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of one model at one shape."""
+
+    preset: str
+    variant: str
+    shape: str
+    tokens_per_second: float
+    machine: str
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The cells of a synthetic grid."""
+
+    name: str
+    steps: int
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    runs: tuple[Run, ...]
+    evaluations: tuple[Evaluation, ...]
+    speeds: tuple[Speed, ...]
+    grids: tuple[Learnt, ...]
+
+
+def read_inputs(paths: Sequence[Path]) -> Inputs:
+    """Read folders of runs with the results.json in them, and files that `eval`, `bench` and `synthetic` wrote."""
+    files: list[Path] = []
+    runs: list[Run] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(path.rglob(RESULTS_FILE))
+            has_steps = (path / METRICS).is_file()
+            if not found and not has_steps:
+                expected = f"a folder with a {METRICS} or a {RESULTS_FILE}"
+                raise ValueError(f"run: got {str(path)!r}, expected {expected}")
+            runs += [_run(path)] if has_steps else []
+            files += found
+        else:
+            files.append(path)
+    records = {file: read_json(file) for file in dict.fromkeys(files)}
+    known = [run.config.model for run in runs]
+    evaluations: list[Evaluation] = []
+    speeds: list[Speed] = []
+    grids: list[Learnt] = []
+    for file, record in records.items():
+        if record.get("format") == RESULTS:
+            evaluations.append(read_evaluation(record, file, known))
+        elif record.get("format") == SYNTHETIC:
+            grids.append(_grid(record, file))
+        elif _is_training_bench(record):
+            speeds += _speeds(record["result"], file)
+        else:
+            expected = "results of gdn2 eval, gdn2 bench training or gdn2 synthetic"
+            raise ValueError(f"{file}: got another file, expected {expected}")
+    return Inputs(tuple(runs), tuple(evaluations), tuple(speeds), tuple(grids))
+
+
+def _run(folder: Path) -> Run:
+    lines = read_metrics(folder)
+    if not lines:
+        raise ValueError(f"{folder / METRICS}: got no steps, expected at least one")
+    for number, line in enumerate(lines, 1):
+        where = f"{folder / METRICS}, line {number}"
+        if not isinstance(line, dict) or not {"step", "tokens"} <= line.keys():
+            raise ValueError(f"{where}: got {line!r}, expected a table with step and tokens")
+    return Run(folder, load_config(folder / WRITTEN), lines)
+
+
+def _is_training_bench(record: Mapping[str, Any]) -> bool:
+    result = record.get("result")
+    rows = result.get("rows") if isinstance(result, dict) else None
+    return isinstance(rows, list) and all(isinstance(row, dict) and "preset" in row for row in rows)
+
+
+def _speeds(result: Mapping[str, Any], file: Path) -> list[Speed]:
+    """Rows that have a speed; the others say why they have none where they were timed."""
+    try:
+        machine = result["machine"]
+        name = machine["gpus"][0]["name"] if machine["gpus"] else machine["cpu"]
+    except (KeyError, TypeError):
+        raise ValueError(f"{file}: got no machine with its gpus, expected one") from None
+    kept = [field.name for field in fields(Speed) if field.name != "machine"]
+    return [
+        _read(Speed, {key: row.get(key) for key in kept} | {"machine": name}, file)
+        for row in result["rows"]
+        if row.get("tokens_per_second") is not None
+    ]
+
+
+def _grid(record: Mapping[str, Any], file: Path) -> Learnt:
+    grid = record.get("grid")
+    steps = grid.get("steps") if isinstance(grid, dict) else None
+    own = {"name": record.get("name"), "steps": steps, "cells": record.get("cells")}
+    return _read(Learnt, own, file)
+
+
+def _read(kind: type[Value], data: dict[str, Any], file: Path) -> Value:
+    try:
+        return from_plain(kind, data)
+    except ValueError as mistake:
+        raise ValueError(f"{file}: {mistake}") from None

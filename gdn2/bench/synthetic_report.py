@@ -1,0 +1,81 @@
+"""The synthetic grid on the console and as a picture."""
+
+from collections.abc import Mapping, Sequence
+from math import isnan
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gdn2.bench.synthetic import Cell, Result
+from gdn2.data.extras import need
+
+JSON_FILE, PICTURE_FILE = "synthetic.json", "synthetic.png"
+
+
+def by_family(cells: Sequence[Cell]) -> dict[str, dict[str, dict[int, Cell]]]:
+    """Cells by family, problem and state."""
+    found: dict[str, dict[str, dict[int, Cell]]] = {}
+    for cell in cells:
+        found.setdefault(cell.family, {}).setdefault(cell.problem, {})[cell.state] = cell
+    return found
+
+
+def render(result: Result, console: Console) -> None:
+    """Print a table for each family."""
+    states = sorted(result.grid.states)
+    for family, problems in by_family(result.cells).items():
+        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.title = f"{result.name}, {family}: right answers by numbers in a layer's state"
+        table.add_column("")
+        for title in ("chance", *map(str, states)):
+            table.add_column(title, justify="right")
+        for problem, cells in problems.items():
+            chance = next(iter(cells.values())).chance
+            table.add_row(problem, f"{chance:.1%}", *(_words(cells.get(s)) for s in states))
+        console.print(table)
+    for cell in result.cells:
+        if cell.failure:
+            line = f"{cell.problem}, {cell.family}, {cell.state}: {cell.failure}"
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def check_drawable() -> None:
+    """Refuse what could not be drawn, before anything is trained for it."""
+    need("matplotlib.figure", "plot", "picture")
+
+
+def plot(cells: Sequence[Cell], file: Path) -> None:
+    """Draw a panel for each family into a file: problems downward, states to the right."""
+    families = by_family(cells)
+    states = sorted({cell.state for cell in cells})
+    rows = list(dict.fromkeys(cell.problem for cell in cells))
+    figure = need("matplotlib.figure", "plot", "picture").Figure(
+        figsize=(1.5 + (1 + 0.6 * len(states)) * len(families), 1.8 + 0.5 * len(rows)),
+        layout="constrained",
+    )
+    panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]
+    for axes, (family, problems) in zip(panels, families.items(), strict=True):
+        values = [[_percent(problems, row, state) for state in states] for row in rows]
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                if not isnan(value):
+                    ink = "white" if value < 60 else "black"
+                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink)
+        axes.set_title(family)
+        axes.set_xlabel("state")
+        axes.set_xticks(range(len(states)), states)
+        axes.set_yticks(range(len(rows)), rows)
+    figure.colorbar(image, ax=list(panels), label="right answers in percent")
+    figure.savefig(file, dpi=150)
+
+
+def _percent(problems: Mapping[str, Mapping[int, Cell]], problem: str, state: int) -> float:
+    cell = problems.get(problem, {}).get(state)
+    return float("nan") if cell is None or cell.accuracy is None else 100 * cell.accuracy
+
+
+def _words(cell: Cell | None) -> str:
+    return "–" if cell is None or cell.accuracy is None else f"{cell.accuracy:.1%}"

@@ -1,0 +1,299 @@
+"""`gdn2 bench training`: how fast models train, beside the paper's numbers and a twin made of other people's layers."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from gdn2.bench import timing
+from gdn2.bench.timing import DTYPES, Machine, Timing, measure_together
+from gdn2.bench.training_paper import SHAPES, paper_speed
+from gdn2.bench.training_peer import Parts, build_twin, find_parts, why_no_twin
+from gdn2.data.batch import Batch
+from gdn2.models.config import ModelConfig
+from gdn2.models.language_model import LanguageModel
+from gdn2.models.presets import preset as find_preset
+from gdn2.models.summary import forward_flops
+from gdn2.training.config import OptimiserSection
+from gdn2.training.optimiser import build_optimiser
+from gdn2.training.shard import build_model
+from gdn2.training.speed import peak_flops
+from gdn2.training.step import train_step
+from gdn2.training.world import World
+
+DEFAULTS = {  # presets, shapes and weights
+    "cpu": (("gdn2-1m-hybrid",), ("2x256",), "fp32"),
+    "cuda": (("gdn2-1.3b-hybrid",), SHAPES, "bf16"),
+}
+WEIGHTS = ("bf16", "fp32")
+TWIN = "fla bf16"
+WARMUP = 2
+RECIPE = OptimiserSection(lr=1e-4)  # small enough for steps from the first on
+
+
+class Shape(NamedTuple):
+    """Sizes of the batch of a step."""
+
+    batch: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        sizes = text.split("x")
+        if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ValueError(f"shape: got {text!r}, expected BxT, such as 4x4096")
+        return cls(*map(int, sizes))
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to time: each preset at every shape, with weights of each dtype."""
+
+    presets: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    weights: tuple[str, ...]
+    device: torch.device
+    compile: bool
+    peers: bool = False
+    steps: int = 10  # of each, timed after a few others
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one shape: what a step takes, or why there is none."""
+
+    preset: str
+    shape: Shape
+    variant: str  # whose, and the dtype of its weights
+    failure: str | None = None
+    step: Timing | None = None
+    first_seconds: float | None = None  # until the first step was done: building, compiling, tuning
+    peak_bytes: int | None = None  # of this model alone, all it holds included; on a GPU only
+    mfu: float | None = None  # counted FLOPs over the GPU's dense bf16 peak
+    loss: float | None = None  # of the first step at this shape
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.step is None else self.shape.tokens / self.step.median
+
+    @property
+    def paper(self) -> float | None:
+        """Tokens a second that the paper reports, on an H100."""
+        return paper_speed(self.preset, str(self.shape))
+
+
+@dataclass(frozen=True)
+class Result:
+    plan: Plan
+    machine: Machine
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]  # what was left out, and why
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, shapes and device by their names."""
+        names = {"shapes": [*map(str, self.plan.shapes)], "device": str(self.plan.device)}
+        rows = [
+            asdict(row)
+            | {"shape": str(row.shape), "tokens_per_second": row.tokens_per_second}
+            | {"paper_tokens_per_second": row.paper}
+            for row in self.rows
+        ]
+        return asdict(self) | {"plan": asdict(self.plan) | names, "rows": rows}
+
+
+def read_plan(
+    *,
+    presets: list[str] | None,
+    shapes: list[str] | None,
+    weights: str | None,
+    device: str | None,
+    compile: bool | None,
+    peers: bool,
+    steps: int,
+) -> Plan:
+    """Check what was asked for and fill in the rest."""
+    where = timing.find_device(device)
+    usual_presets, usual_shapes, usual_weights = DEFAULTS[where.type]
+    dtypes = tuple(dict.fromkeys((weights or usual_weights).split(",")))
+    for name in dtypes:
+        if name not in WEIGHTS:
+            raise ValueError(f"weights: got {name!r}, expected one of {', '.join(WEIGHTS)}")
+    if steps < 1:
+        raise ValueError(f"steps: got {steps}, expected at least 1")
+    names = tuple(dict.fromkeys(presets or usual_presets))
+    for name in names:
+        find_preset(name)
+    sizes = tuple(dict.fromkeys(map(Shape.parse, shapes or usual_shapes)))
+    compiled = where.type == "cuda" if compile is None else compile
+    return Plan(names, sizes, dtypes, where, compiled, peers, steps)
+
+
+def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Result:
+    """Time all presets, one after the other; `finished` is told each row as soon as there is one."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    parts = find_parts(plan.device) if plan.peers else None
+    if isinstance(parts, str):
+        notes.append(parts)
+        parts = None
+    world = World(0, 1, plan.device, None)
+    try:
+        for name in plan.presets:
+            lack = why_no_twin(find_preset(name))
+            if parts is not None and lack is not None:
+                notes.append(f"no peer of {name}: {lack}")
+            contest = Contest(name, plan, world, parts if lack is None else None)
+            for shape in plan.shapes:
+                for row in contest.time(shape):
+                    rows.append(row)
+                    finished(row)
+            contest.release()
+    finally:
+        world.close()
+    return Result(plan, timing.describe_machine(), tuple(rows), tuple(notes))
+
+
+class Trainer:
+    """A model and its optimiser, one step at a time."""
+
+    def __init__(self, model: LanguageModel, world: World) -> None:
+        self.model, self.world = model, world
+        self.optimiser = build_optimiser(model, RECIPE)
+        self.held_bytes = 0  # between two steps, on a GPU
+
+    def step(self, batch: Batch) -> float:
+        """The loss; an error where it is no number, for such a step moves nothing and is soon done."""
+        result = train_step(
+            self.model, self.optimiser, self.world, [batch], lr=RECIPE.lr, clip=RECIPE.clip
+        )
+        if not result.is_finite:
+            raise ValueError(f"loss {result.loss}, gradient norm {result.gradient_norm}")
+        return result.loss
+
+
+class Contest:
+    """The variants of one preset, built once and timed in turns, or one by one where memory has no room for all."""
+
+    def __init__(self, name: str, plan: Plan, world: World, parts: Parts | None) -> None:
+        self.name, self.plan, self.world = name, plan, world
+        self.config = find_preset(name)
+        self.build: dict[str, Callable[[], LanguageModel]] = {
+            f"gdn2 {dtype}": partial(build_own, self.config, plan, world, dtype)
+            for dtype in plan.weights
+        }
+        if parts is not None:
+            twin = partial(build_twin, self.config, parts, plan.device, seed=0)
+            self.build[TWIN] = cast(Callable[[], LanguageModel], twin)
+        self.trainers: dict[str, Trainer] = {}
+        self.broken: dict[str, str] = {}  # variants that fail for other reasons than memory
+        self.is_crowded = False
+
+    def time(self, shape: Shape) -> list[Row]:
+        """A row for each variant."""
+        torch.compiler.reset()  # each shape is compiled as in a run of its own, not as one of many
+        able = [name for name in self.build if name not in self.broken]
+        rows = [Row(self.name, shape, name, why) for name, why in self.broken.items()]
+        return [*self._try(shape, able), *rows] if able else rows
+
+    def release(self, keep: Iterable[str] = ()) -> None:
+        """Give back the memory of all variants but some."""
+        self.trainers = {name: self.trainers[name] for name in keep if name in self.trainers}
+        gc.collect()
+        if self.plan.device.type == "cuda":
+            with suppress(RuntimeError):  # a GPU that has failed fails here too
+                torch.cuda.empty_cache()
+
+    def _try(self, shape: Shape, names: list[str]) -> list[Row]:
+        """Time variants in turns; where that fails each alone, so that none stands in the way of the others."""
+        if self.is_crowded and len(names) > 1:
+            return [row for name in names for row in self._try(shape, [name])]
+        try:
+            return self._measure(shape, names)
+        except Exception as failure:
+            is_memory = isinstance(failure, torch.OutOfMemoryError)
+            lines = str(failure).strip().splitlines()
+            reason = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
+        self.release()  # behind the handler, whose traceback holds tensors
+        if len(names) > 1:
+            self.is_crowded = is_memory
+            return [row for name in names for row in self._try(shape, [name])]
+        if not is_memory:
+            self.broken[names[0]] = reason
+        return [Row(self.name, shape, names[0], reason)]
+
+    def _measure(self, shape: Shape, names: list[str]) -> list[Row]:
+        self.release(keep=names)
+        plan = self.plan
+        batch = random_batch(shape, self.config.vocab_size, plan.device)
+        first = {name: self._first_step(name, batch) for name in names}
+        calls = {name: partial(self.trainers[name].step, batch) for name in names}
+        steps = measure_together(calls, plan.device, warmup=WARMUP, seconds=0, least=plan.steps)
+        return [self._row(shape, name, steps[name], *first[name]) for name in names]
+
+    def _first_step(self, name: str, batch: Batch) -> tuple[float, float]:
+        """Seconds until it was done, and its loss."""
+        device, start = self.plan.device, time.perf_counter()
+        before = _allocated(device)
+        is_new = name not in self.trainers
+        if is_new:
+            self.trainers[name] = Trainer(self.build[name](), self.world)
+        loss = self.trainers[name].step(batch)
+        timing.synchronize(device)
+        if is_new:
+            self.trainers[name].held_bytes = _allocated(device) - before
+        return time.perf_counter() - start, loss
+
+    def _row(self, shape: Shape, name: str, step: Timing, first: float, loss: float) -> Row:
+        held, peak = self.trainers[name].held_bytes, peak_flops(self.plan.device)
+        with torch.device("meta"):
+            flops = 3 * shape.tokens * forward_flops(LanguageModel(self.config), shape.length)
+        return Row(
+            preset=self.name,
+            shape=shape,
+            variant=name,
+            step=step,
+            first_seconds=first,
+            peak_bytes=None if step.peak_bytes is None else held + step.peak_bytes,
+            mfu=None if peak is None else flops / step.median / peak,
+            loss=loss,
+        )
+
+
+def build_own(config: ModelConfig, plan: Plan, world: World, weights: str) -> LanguageModel:
+    """The model as training builds it; a GPU computes in bf16."""
+    on_gpu = plan.device.type == "cuda"
+    return build_model(
+        config,
+        seed=0,
+        world=world,
+        weights=DTYPES[weights],
+        compute=torch.bfloat16 if on_gpu else DTYPES[weights],
+        compile=plan.compile,
+        checkpoint_blocks=False,
+    )
+
+
+def random_batch(shape: Shape, vocabulary: int, device: torch.device) -> Batch:
+    """Tokens without any order, on the CPU as a loader leaves them."""
+    rand = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (shape.batch, shape.length + 1), generator=rand)
+    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if device.type == "cuda":
+        ids, targets = ids.pin_memory(), targets.pin_memory()
+    return Batch(ids, targets)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
