@@ -75,7 +75,7 @@ def test_listed_functions_and_tests_exist(row: list[str]) -> None:
 def code_of(path: Path) -> list[str]:
     """Lines of code in a document: fenced, indented or inline."""
     found = re.findall(
-        r"```.*?```|`[^`\n]+`|^(?: {4}|\t).*$", path.read_text(), re.DOTALL | re.MULTILINE
+        r"```.*?```|`[^`\n]+`|^(?: {4}|\t)[^\n]*$", path.read_text(), re.DOTALL | re.MULTILINE
     )
     return [line.strip("`").strip() for line in "\n".join(found).splitlines()]
 
