@@ -77,23 +77,15 @@ def synchronise(model: LanguageModel, world: World) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def clip_gradients(model: LanguageModel, world: World, max_norm: float) -> Tensor:
-    """The norm of all gradients together, in fp32, which are scaled down to `max_norm` where it is larger.
-
-    A norm that is not finite leaves them as they are. Nothing here waits for a GPU.
-    """
+def gradient_norm(model: LanguageModel, world: World) -> Tensor:
+    """The norm of all gradients together, in fp32; nothing here waits for a GPU."""
     gradients = [x.grad for x in model.parameters() if x.grad is not None]
     sharded = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     squares = _sum_of_squares(sharded, world.device)
     if world.mesh is not None:
         dist.all_reduce(squares, group=world.mesh.get_group("shard"))
-    norm = (squares + _sum_of_squares(whole, world.device)).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1).where(norm.isfinite(), 1)
-    for part in (sharded, whole):
-        if part:
-            torch._foreach_mul_(part, scale)
-    return norm
+    return (squares + _sum_of_squares(whole, world.device)).sqrt()
 
 
 def full_weights(model: LanguageModel, world: World) -> dict[str, Tensor] | None:
@@ -181,7 +173,10 @@ def _place(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    parts = [x for x in tensors if x.numel()]  # a process may have no row of a small matrix
-    if not parts:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+    total = torch.zeros((), device=device)
+    for dtype in {x.dtype for x in tensors}:  # mixed, they would be looked at one by one
+        # a process may have no row of a small matrix
+        alike = [x for x in tensors if x.dtype == dtype and x.numel()]
+        if alike:
+            total += torch.stack(torch._foreach_norm(alike, 2, torch.float32)).square().sum()
+    return total

@@ -10,7 +10,8 @@ from torch import Tensor
 from gdn2.data.batch import IGNORED, Batch
 from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
-from gdn2.training.shard import accumulate, clip_gradients, synchronise
+from gdn2.training.optimiser import ClippingAdamW
+from gdn2.training.shard import accumulate, gradient_norm, synchronise
 from gdn2.training.world import World
 
 
@@ -27,7 +28,7 @@ class StepResult(NamedTuple):
 
 def train_step(
     model: LanguageModel,
-    optimiser: torch.optim.Optimizer,
+    optimiser: ClippingAdamW,
     world: World,
     batches: Sequence[Batch],
     *,
@@ -49,13 +50,9 @@ def train_step(
         loss.backward()
         total += loss.detach()
     synchronise(model, world)
-    norm = clip_gradients(model, world, clip)
-    result = StepResult(*torch.stack([world.mean(total), norm.to(total)]).tolist())
-    if result.is_finite:
-        for group in optimiser.param_groups:
-            group["lr"] = lr
-        optimiser.step()
-    return result
+    loss, norm = world.mean(total), gradient_norm(model, world).to(total)
+    optimiser.step_clipped(lr, norm, clip, loss.isfinite() & norm.isfinite())
+    return StepResult(*torch.stack([loss, norm]).tolist())
 
 
 def loss_of(model: LanguageModel, batch: Batch, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from gdn2.data.batch import Batch
 from gdn2.hf.modules import lora_targets, precise_modules
 from gdn2.models.presets import preset
+from gdn2.training.optimiser import ClippingAdamW
 from gdn2.training.step import train_step
 from gdn2.training.world import World
 from tests.closeness import assert_close
@@ -68,7 +69,7 @@ def test_ten_trainer_steps_are_ten_of_our_own(tmp_path: Path) -> None:
     theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     ours = []
-    optimiser = torch.optim.AdamW(native.param_groups(0.1), lr=LR)
+    optimiser = ClippingAdamW(native.param_groups(0.1), lr=LR, fused=True)
     rows = [Rows()[i] for i in range(len(Rows()))]
     for step in range(STEPS):
         ids = torch.stack([rows[step * ROWS + i]["input_ids"] for i in range(ROWS)])

@@ -4,22 +4,23 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from gdn2.layers.config import AttentionConfig, DeltaConfig
 from gdn2.models.config import ModelConfig
 from gdn2.models.folder import save_model
 from gdn2.models.language_model import LanguageModel
+from gdn2.training.config import OptimiserSection
+from gdn2.training.optimiser import ClippingAdamW, build_optimiser
 from gdn2.training.shard import (
     accumulate,
     build_model,
-    clip_gradients,
+    gradient_norm,
     synchronise,
     whole_model,
 )
 from gdn2.training.world import World
 
-ROWS, CLIP = 4, 1.0
+ROWS, CLIP, LR = 4, 1.0, 1e-2
 HYBRID = ModelConfig(
     hidden_size=18,
     intermediate_size=22,
@@ -45,7 +46,7 @@ def build(
     seed: int = 5,
     compile: bool = False,
     checkpoint_blocks: bool = False,
-) -> tuple[LanguageModel, AdamW]:
+) -> tuple[LanguageModel, ClippingAdamW]:
     model = build_model(
         HYBRID,
         seed=seed,
@@ -58,12 +59,12 @@ def build(
     return model, new_optimiser(model)
 
 
-def new_optimiser(model: LanguageModel) -> AdamW:
-    return AdamW(model.param_groups(0.1), lr=1e-2, foreach=True)
+def new_optimiser(model: LanguageModel) -> ClippingAdamW:
+    return build_optimiser(model, OptimiserSection(lr=LR))
 
 
 def losses(
-    world: World, model: LanguageModel, optimiser: AdamW, first: int, last: int
+    world: World, model: LanguageModel, optimiser: ClippingAdamW, first: int, last: int
 ) -> list[float]:
     """Losses of steps first to last − 1; a micro-batch is one row."""
     micro = ROWS // world.size
@@ -79,8 +80,8 @@ def losses(
             (loss / micro).backward()
             total += loss.detach() / micro
         synchronise(model, world)
-        clip_gradients(model, world, CLIP)
-        optimiser.step()
+        norm = gradient_norm(model, world)
+        optimiser.step_clipped(LR, norm, CLIP, norm.isfinite())
         optimiser.zero_grad()
         curve.append(float(world.mean(total)))
     return curve
