@@ -1,4 +1,4 @@
-"""Kernels compiled side by side: a first call waits for the slowest of them, and not for all in turn."""
+"""Kernels ahead of their time: compiled side by side, and started while the one before them ends."""
 
 import os
 from collections.abc import Callable, Hashable
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import _async_compile
 
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
@@ -18,6 +20,25 @@ _done: set[Hashable] = set()
 def over(kernel: Any, *grid: int) -> Callable[..., Any]:
     """The kernel over a grid of programs; inside `compile_together` it is compiled and not started."""
     return partial(kernel.warmup, grid=grid) if _compiling.get() else kernel[grid]
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Options of a launch for kernels that may start early, and the constant that tells them to wait.
+
+    Such a kernel calls `wait_for_the_last` before it reads what another has made. Hopper and newer GPUs can do it: the
+    time to start a kernel, and in decoding the first weights it reads, then pass while the one before it runs.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_the_last(PDL: tl.constexpr):
+    """Let the next kernel start, and wait until the last one has written all it writes."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def compile_together(kind: Hashable, device: torch.device, work: Callable[[], object]) -> None:

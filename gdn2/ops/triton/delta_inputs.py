@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn2.ops.triton.ahead import over
+from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
 
 @triton.jit
@@ -52,12 +52,13 @@ def delta_inputs_kernel(
     q_state_row, k_state_row, v_state_row, bias_ptr, log_rate_ptr,
     q_out, k_out, v_out, g_out, b_out, w_out, erase_range, eps,
     H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TAPS: tl.constexpr, WINDOW: tl.constexpr, COLS: tl.constexpr,
+    TAPS: tl.constexpr, WINDOW: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: of the queries, of the keys, or of the values."""
     row = (tl.program_id(0) // (2 * H + HV)).to(tl.int64)
     part = tl.program_id(0) % (2 * H + HV)
     cols = tl.arange(0, COLS)
+    wait_for_the_last(PDL)
     if part < H:
         channels, known = part * DK + cols, cols < DK
         y = convolve_token(
@@ -138,6 +139,6 @@ def delta_inputs(
             *maps, *(x.stride(0) for x in maps), *(x.contiguous() for x in weights),
             *states, *(x.stride(0) for x in states), bias, log_rate, *outputs, erase_range, eps,
             H=H, HV=value_heads, DK=DK, DV=DV, TAPS=taps, WINDOW=triton.next_power_of_2(taps),
-            COLS=triton.next_power_of_2(max(DK, DV)), num_warps=4,
+            COLS=triton.next_power_of_2(max(DK, DV)), num_warps=1, **overlapping(q.device),
         )  # fmt: skip
     return outputs

@@ -3,12 +3,14 @@
 A program holds whole rows: a few of them where rows are heads, one where they are as wide as a model.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn2.ops.triton.ahead import over
+from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
 # Not measured yet. Elements of a tile, its most rows, and warps per program by the columns of a tile.
 TILE = 4096
@@ -17,9 +19,15 @@ MOST_ROWS = 64
 PROGRAMS = 1024
 
 
-def warps(cols: int) -> int:
-    """Four, and more where a row alone has over 32 elements a thread."""
-    return min(16, max(4, cols // 1024))
+# Elements in all up to which rows are spread over as many programs as there are rows.
+SMALL = 1 << 16
+
+
+def warps(how: dict[str, Any]) -> int:
+    """A warp for each 512 elements of a tile that is one row, else four; more where a row alone has too many."""
+    if how["ROWS"] == 1:
+        return min(16, max(1, how["COLS"] // 512))
+    return 4
 
 
 @triton.jit
@@ -51,12 +59,13 @@ def rms_norm_kernel(
     x_ptr, delta_ptr, gate_ptr, weight_ptr, total_ptr, y_ptr, rstd_ptr,
     count, x_stride, delta_stride, gate_stride, eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs of ROWS rows, or of their sums with as many others, and the reciprocals of their roots."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     inside = (rows < count)[:, None] & (cols < WIDTH)[None, :]
+    wait_for_the_last(PDL)
     x = load_tile(x_ptr, rows, cols, inside, x_stride, ACC)
     if delta_ptr is not None:
         x += load_tile(delta_ptr, rows, cols, inside, delta_stride, ACC)
@@ -131,10 +140,10 @@ def matrix(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-def tile(x: Tensor) -> dict[str, object]:
-    """What both kernels are compiled for."""
+def tile(x: Tensor, small: bool = False) -> dict[str, Any]:
+    """What both kernels are compiled for; a small input in tiles of one row."""
     cols = triton.next_power_of_2(x.shape[-1])
-    rows = min(MOST_ROWS, max(1, TILE // cols))
+    rows = 1 if small else min(MOST_ROWS, max(1, TILE // cols))
     accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
     return {"WIDTH": x.shape[-1], "ROWS": rows, "COLS": cols, "ACC": accumulate}
 
@@ -143,27 +152,29 @@ def forward(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, silu: bool, gate_first: bool
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped as x, and the reciprocal of each row's root [rows]."""
-    how = tile(x)
+    how = tile(x, small=x.numel() <= SMALL)
     rows, gates = matrix(x), None if gate is None else matrix(gate)
     y = x.new_empty(x.shape)
     rstd = x.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     over(rms_norm_kernel, triton.cdiv(rows.shape[0], how["ROWS"]))(
         rows, None, gates, None if weight is None else weight.contiguous(), None, y, rstd,
         rows.shape[0], rows.stride(0), 0, 0 if gates is None else gates.stride(0), eps,
-        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),
+        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how),
+        **overlapping(x.device),
     )  # fmt: skip
     return y, rstd
 
 
 def add(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum x + delta, and its norm."""
-    how = tile(x)
+    how = tile(x, small=x.numel() <= SMALL)
     rows, deltas = matrix(x), matrix(delta)
     total, y = x.new_empty(x.shape), x.new_empty(x.shape)
     over(rms_norm_kernel, triton.cdiv(rows.shape[0], how["ROWS"]))(
         rows, deltas, None, weight.contiguous(), total, y, None,
         rows.shape[0], rows.stride(0), deltas.stride(0), 0, eps,
-        **how, SILU=False, GATE_FIRST=False, num_warps=warps(how["COLS"]),
+        **how, SILU=False, GATE_FIRST=False, num_warps=warps(how),
+        **overlapping(x.device),
     )  # fmt: skip
     return total, y
 
@@ -189,6 +200,6 @@ def backward(
     over(rms_norm_gradient_kernel, programs)(
         dys, rows, gates, None if weight is None else weight.contiguous(), rstd, dx, d_gate, partial,
         rows.shape[0], tiles, dys.stride(0), rows.stride(0), 0 if gates is None else gates.stride(0),
-        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how["COLS"]),
+        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how),
     )  # fmt: skip
     return dx, d_gate, None if partial is None else partial.sum(0).to(weight.dtype)

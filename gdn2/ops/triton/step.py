@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn2.ops.triton.ahead import over
+from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,7 @@ def step_kernel(
     o_ptr, scale, length,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     QK_GROUP: tl.constexpr, G_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and state of one sequence, for BV channels of one value head (Eqs. 9, 10).
 
@@ -55,6 +55,7 @@ def step_kernel(
     key_mask, value_mask = keys < DK, values < DV
     state_mask = key_mask[:, None] & value_mask[None, :]
     dtype: tl.constexpr = state_ptr.dtype.element_ty
+    wait_for_the_last(PDL)
 
     state_ptr += i_sequence * state_n + i_value * state_h
     in_state = keys[:, None] * state_k + values[None, :] * state_v
@@ -123,7 +124,7 @@ def step(
             HV=HV, DK=DK, DV=DV,
             QK_GROUP=HV // k.shape[2], G_GROUP=HV // g.shape[2],
             B_GROUP=1 if b is None else HV // b.shape[2],
-            BK=BK, BV=BV, num_warps=num_warps,
+            BK=BK, BV=BV, num_warps=num_warps, **overlapping(state.device),
         )  # fmt: skip
     return o
 
