@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gdn2.bench.report_inputs import Inputs, Learnt, Run, Speed, read_inputs
+from gdn2.bench.report_inputs import Inputs, Run, Speed, SyntheticGrid, read_inputs
 from gdn2.bench.speed_report import draw_speeds, left_out, speed_table
-from gdn2.bench.synthetic import Cell as Learned
+from gdn2.bench.synthetic import Cell as GridCell
 from gdn2.bench.synthetic_report import by_family, plot
 from gdn2.data.extras import need
 from gdn2.evals.heatmap import heat_map
@@ -23,7 +23,7 @@ from gdn2.evals.report.document import (
     Table,
 )
 from gdn2.evals.report.evaluation import Evaluation
-from gdn2.evals.report.identity import family
+from gdn2.evals.report.identity import title
 from gdn2.evals.report.markdown import to_markdown
 from gdn2.evals.report.page import to_html
 from gdn2.evals.report.paper import TABLES
@@ -44,15 +44,16 @@ DIFFERENCES = (
 def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
     """Read what the paths hold and write a folder with an HTML page, and with Markdown and its pictures."""
     need("matplotlib.figure", "plot", "report")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: got the file {str(out)!r}, expected a folder")
     document = Document(TITLE, tuple(compose(read_inputs(paths))))
-    out.mkdir(parents=True, exist_ok=True)
     pictures = [block for block in document.blocks if isinstance(block, Picture)]
-    for picture in pictures:
-        (out / picture.name).write_bytes(picture.content)
-    (out / MARKDOWN).write_text(to_markdown(document))
-    (out / HTML).write_text(to_html(document))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for picture in pictures:
+            (out / picture.name).write_bytes(picture.content)
+        (out / MARKDOWN).write_text(to_markdown(document), encoding="utf-8")
+        (out / HTML).write_text(to_html(document), encoding="utf-8")
+    except OSError as reason:
+        raise ValueError(f"out: got {reason}, expected a folder to write to") from None
     return [out / HTML, out / MARKDOWN]
 
 
@@ -67,8 +68,10 @@ def compose(inputs: Inputs) -> Iterator[Block]:
         yield shown
         nothing = " Nothing that was given has a number for this table."
         yield Paragraph(table.protocol + nothing * (len(shown.sections) == len(table.sections)))
+    if inputs.evaluations:
+        yield Heading("How ours were evaluated")
     for evaluation in inputs.evaluations:
-        yield Notes(f"How {evaluation.label} was evaluated", evaluation.notes)
+        yield Notes(evaluation.label, evaluation.notes)
     yield from _needles(inputs.evaluations)
     yield from _speeds(inputs.speeds)
     for number, grid in enumerate(inputs.grids, 1):
@@ -82,12 +85,12 @@ def _runs(runs: Sequence[Run]) -> Iterator[Block]:
     yield Table("Run", tuple((head, "") for head in heads), (Section("", rows),))
     folders = [run.folder for run in runs]
     caption = "Loss, speed and gradient norm over the tokens seen; dots are validation."
-    yield _picture("curves.png", caption, lambda file: plot_runs(folders, file))
+    yield _picture("curves.png", caption, partial(plot_runs, folders))
 
 
 def _run_words(run: Run) -> Iterator[str]:
     config, last = run.config, run.lines[-1]
-    yield family(config.model)
+    yield title(config.model)
     yield f"{summarise(config.model).parameters:,}"
     yield getattr(config.data, "path", config.data.type)
     yield f"{last['step']:,} of {config.steps:,}"
@@ -116,12 +119,12 @@ def _speeds(speeds: Sequence[Speed]) -> Iterator[Block]:
         yield Paragraph(f"Timed at shapes that the figure has not: {', '.join(shapes)}.")
 
 
-def _synthetic(grid: Learnt, name: str) -> Iterator[Block]:
+def _synthetic(grid: SyntheticGrid, name: str) -> Iterator[Block]:
     yield Heading(f"Synthetic tasks: {grid.name}, {grid.steps} steps")
     states = sorted({cell.state for cell in grid.cells})
     sections = tuple(
-        Section(title, tuple((problem, _percents(row, states)) for problem, row in rows.items()))
-        for title, rows in by_family(grid.cells).items()
+        Section(family, tuple((problem, _percents(row, states)) for problem, row in rows.items()))
+        for family, rows in by_family(grid.cells).items()
     )
     head = tuple(("numbers in a layer's state", str(state)) for state in states)
     yield Table("Right answers, %", head, sections)
@@ -129,7 +132,7 @@ def _synthetic(grid: Learnt, name: str) -> Iterator[Block]:
     yield _picture(name, caption, partial(plot, grid.cells))
 
 
-def _percents(row: Mapping[int, Learned], states: Sequence[int]) -> tuple[Cell, ...]:
+def _percents(row: Mapping[int, GridCell], states: Sequence[int]) -> tuple[Cell, ...]:
     found = [row[state].accuracy if state in row else None for state in states]
     return tuple(Cell(MISSING if x is None else f"{100 * x:.1f}") for x in found)
 

@@ -41,7 +41,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class SyntheticGrid:
     """The cells of a synthetic grid."""
 
     name: str
@@ -54,7 +54,7 @@ class Inputs:
     runs: tuple[Run, ...]
     evaluations: tuple[Evaluation, ...]
     speeds: tuple[Speed, ...]
-    grids: tuple[Learnt, ...]
+    grids: tuple[SyntheticGrid, ...]
 
 
 def read_inputs(paths: Sequence[Path]) -> Inputs:
@@ -76,7 +76,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     known = [run.config.model for run in runs]
     evaluations: list[Evaluation] = []
     speeds: list[Speed] = []
-    grids: list[Learnt] = []
+    grids: list[SyntheticGrid] = []
     for file, record in records.items():
         if record.get("format") == RESULTS:
             evaluations.append(read_evaluation(record, file, known))
@@ -122,11 +122,11 @@ def _speeds(result: Mapping[str, Any], file: Path) -> list[Speed]:
     ]
 
 
-def _grid(record: Mapping[str, Any], file: Path) -> Learnt:
+def _grid(record: Mapping[str, Any], file: Path) -> SyntheticGrid:
     grid = record.get("grid")
     steps = grid.get("steps") if isinstance(grid, dict) else None
     own = {"name": record.get("name"), "steps": steps, "cells": record.get("cells")}
-    return _read(Learnt, own, file)
+    return _read(SyntheticGrid, own, file)
 
 
 def _read(kind: type[Value], data: dict[str, Any], file: Path) -> Value:

@@ -60,8 +60,8 @@ class Grid:
     problems: tuple[Problem, ...]
     families: tuple[str, ...] = ("gdn2", "kda", "gdn", "mamba2", "transformer")
     states: tuple[int, ...] = (512, 1024, 2048, 4096)  # numbers that a layer remembers
-    rates: tuple[float, ...] = (3e-3,)  # of learning; the best of them counts
-    steps: int = 1000
+    rates: tuple[float, ...] = (3e-3, 1e-2)  # of learning; the best of them counts
+    steps: int = 2000
     rows: int = 64  # in a step
 
     def __post_init__(self) -> None:
@@ -77,7 +77,9 @@ class Grid:
 
 
 GRIDS = {
-    "mqar": Grid(tuple(Problem(f"{n} pairs", RecallConfig(pairs=n), 128) for n in (4, 8, 16, 32))),
+    "mqar": Grid(
+        tuple(Problem(f"{n} pairs", RecallConfig(pairs=n), 8 * n) for n in (4, 8, 16, 32))
+    ),
     "copying": Grid(tuple(Problem(f"{n} symbols", CopyConfig(items=n), 64) for n in (4, 8, 16))),
     "tracking": Grid(
         (

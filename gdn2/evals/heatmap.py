@@ -1,0 +1,53 @@
+"""A picture of needle scores: accuracy by length and depth, a panel for each task."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gdn2.data.extras import need
+from gdn2.evals.needle_task import BIN
+from gdn2.evals.request import JSON
+
+DEPTHS = range(0, 100, BIN)
+
+
+def grid(summary: Mapping[str, JSON]) -> tuple[list[str], list[list[float | None]]]:
+    """Lengths in rising order, and for each tenth of the depth the accuracy at these; None where there is no sample."""
+    by_length: Any = summary["by_length"]
+    lengths = sorted(by_length, key=int)
+    return lengths, [
+        [by_length[length]["by_depth"].get(str(depth)) for length in lengths] for depth in DEPTHS
+    ]
+
+
+def heat_map(summaries: Mapping[str, Mapping[str, JSON]], file: Path) -> None:
+    """Draw the summaries of needle tasks, by their titles, into a file."""
+    if file.suffix != ".png":
+        raise ValueError(f"heat map: got {str(file)!r}, expected a name that ends in .png")
+    if not summaries:
+        raise ValueError("heat map: got no results, expected those of a needle task")
+    draw(summaries).savefig(file, dpi=150)
+
+
+def draw(summaries: Mapping[str, Mapping[str, JSON]]) -> Any:
+    """The picture as a figure of matplotlib."""
+    figure = need("matplotlib.figure", "plot", "heat map").Figure(
+        figsize=(1 + 3.5 * len(summaries), 4.5), layout="constrained"
+    )
+    panels = figure.subplots(1, len(summaries), squeeze=False, sharey=True)[0]
+    for axes, (title, summary) in zip(panels, summaries.items(), strict=True):
+        lengths, rows = grid(summary)
+        values = [[float("nan") if value is None else value for value in row] for row in rows]
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        for y, row in enumerate(rows):
+            for x, value in enumerate(row):
+                if value is not None:
+                    ink = "white" if value < 60 else "black"
+                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink)
+        axes.set_title(f"{title}: {summary['accuracy']:.1f} %")
+        axes.set_xlabel("length in tokens")
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(DEPTHS)), [f"{depth}–{depth + BIN}" for depth in DEPTHS])
+    panels[0].set_ylabel("depth of the needle in percent")
+    figure.colorbar(image, ax=list(panels), label="accuracy in percent")
+    return figure

@@ -1,0 +1,123 @@
+"""lm-eval's tasks over files of a folder: its own task files, included by others that only say where the rows are."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gdn2.evals.documents import Row, find_rows, read_rows
+
+Field = type | tuple[type, ...]
+CHOICES: Mapping[str, Field] = {"choices": dict, "answerKey": str}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A task of lm-eval: its file there, the split that is scored, and what may stand in for that."""
+
+    stock: str  # under lm_eval/tasks
+    split: str
+    stems: tuple[str, ...]  # names of files, without their endings
+    fields: Mapping[str, Field]
+
+
+SOURCES = {
+    "wikitext": Source(
+        "wikitext/wikitext.yaml",
+        "test",
+        ("wikitext_test", "wikitext2_raw_test_documents"),
+        {"page": str},
+    ),
+    "lambada_openai": Source(
+        "lambada/lambada_openai.yaml", "test", ("lambada_openai_test",), {"text": str}
+    ),
+    "piqa": Source(
+        "piqa/piqa.yaml",
+        "validation",
+        ("piqa_validation",),
+        {"goal": str, "sol1": str, "sol2": str, "label": int},
+    ),
+    "hellaswag": Source(
+        "hellaswag/hellaswag.yaml",
+        "validation",
+        ("hellaswag_validation",),
+        {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": (str, int)},
+    ),
+    "winogrande": Source(
+        "winogrande/default.yaml",
+        "validation",
+        ("winogrande_validation", "winogrande_xl_validation"),
+        {"sentence": str, "option1": str, "option2": str, "answer": str},
+    ),
+    "arc_easy": Source(
+        "arc/arc_easy.yaml", "test", ("arc_easy_test",), {"question": str, **CHOICES}
+    ),
+    "arc_challenge": Source(
+        "arc/arc_challenge.yaml", "test", ("arc_challenge_test",), {"question": str, **CHOICES}
+    ),
+    "openbookqa": Source(
+        "openbookqa/openbookqa.yaml",
+        "test",
+        ("openbookqa_test",),
+        {"question_stem": str, **CHOICES},
+    ),
+    "social_iqa": Source(
+        "siqa/siqa.yaml",
+        "validation",
+        ("social_iqa_validation",),
+        {"context": str, "question": str, **dict.fromkeys(("answerA", "answerB", "answerC"), str)}
+        | {"label": (str, int)},
+    ),
+    "boolq": Source(
+        "super_glue/boolq/default.yaml",
+        "validation",
+        ("boolq_validation",),
+        {"passage": str, "question": str, "label": int},
+    ),
+}
+
+
+def find_file(name: str, data: Path) -> Path:
+    """The file with a task's rows."""
+    return find_rows(data, SOURCES[name].stems)
+
+
+def task_file(name: str, stock: Path, data: Path | None) -> dict[str, Any]:
+    """What a task file of lm-eval holds: the task under `stock` as it is, or with the checked rows of a folder."""
+    source = SOURCES[name]
+    own = {"include": str(stock / source.stock), "task": name}
+    if data is None:
+        return own
+    file = find_file(name, data)
+    check_rows(file, source.fields)
+    splits = {f"{split}_split": None for split in ("training", "validation", "test")}
+    return own | {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {source.split: str(file.absolute())}},
+        **splits,
+        f"{source.split}_split": source.split,
+    }
+
+
+def write_task_file(name: str, stock: Path, data: Path | None, folder: Path) -> None:
+    """Write a task file; JSON is YAML too."""
+    (folder / f"{name}.yaml").write_text(json.dumps(task_file(name, stock, data), indent=1))
+
+
+def check_rows(file: Path, fields: Mapping[str, Field]) -> None:
+    """Refuse a file without rows, or one in which a field is missing or of another kind."""
+    rows = read_rows(file)
+    for number, row in enumerate(rows, start=1):
+        for name, kind in fields.items():
+            _check_field(row, name, kind, f"{file}, row {number}")
+
+
+def _check_field(row: Row, name: str, kind: Field, where: str) -> None:
+    if name not in row:
+        raise ValueError(f"{where}: got fields {', '.join(row)}, expected also {name!r}")
+    if not isinstance(row[name], kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        words = " or ".join(one.__name__ for one in kinds)
+        raise ValueError(f"{where}, field {name!r}: got {row[name]!r}, expected {words}")

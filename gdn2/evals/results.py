@@ -1,0 +1,96 @@
+"""What an evaluation leaves: whose numbers they are, what made them, and the numbers."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdn2.data.tokenizers import Tokenizer
+from gdn2.evals.encoding import check_vocabulary
+from gdn2.models.files import read_json, standing
+from gdn2.models.folder import load_config
+from gdn2.models.presets import preset
+
+FORMAT = "gdn2 results 1"
+LIBRARIES = ("gdn2", "torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
+
+
+def describe(name: str, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+    """What tells the answers of one model from those of another; reads no weights into memory."""
+    folder = standing(Path(name))
+    own = folder.is_dir()
+    config = load_config(folder) if own else preset(name)
+    check_vocabulary(tokenizer, config)
+    return {
+        "config": config.digest,
+        "weights": _checksum(folder) if own else "random",
+        "step": _step(folder.absolute()) if own else 0,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokenizer": tokenizer.sha256 or tokenizer.name,
+    }
+
+
+def libraries() -> dict[str, str]:
+    """Versions of what takes part and is installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class Results:
+    """A file of results, written anew after each task; other tasks' earlier results of the same model are kept."""
+
+    def __init__(self, path: Path, model: Mapping[str, Any], name: str) -> None:
+        self.path = path
+        older = read_json(path) if path.exists() else {}
+        kept = older if older.get("model") == dict(model) else {}
+        self.record: dict[str, Any] = {
+            "format": FORMAT,
+            "name": name,
+            "model": dict(model),
+            "libraries": libraries(),
+            "tasks": kept.get("tasks", {}),
+            "skipped": {},
+            "failed": {},
+            "columns": {},
+        }
+
+    def add(self, name: str, result: Mapping[str, Any]) -> None:
+        """Keep one task's results."""
+        moment = datetime.now(UTC).isoformat(timespec="seconds")
+        self.record["tasks"][name] = {**result, "finished": moment}
+
+    def write(self) -> None:
+        """Replace the file, whole."""
+        written = self.path.with_name(f".{self.path.name}")
+        written.write_text(json.dumps(self.record, indent=1) + "\n")
+        written.replace(self.path)
+
+
+def _checksum(folder: Path) -> str:
+    """Of all weights, in the order of their files."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.glob("model*.safetensors")):
+        with file.open("rb") as content:
+            whole.update(hashlib.file_digest(content, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _step(folder: Path) -> int | None:
+    """The training step of a model in a run's folder: a checkpoint's, or the last one."""
+    checkpoint = re.fullmatch(r"step-(\d+)", folder.parent.name)
+    if checkpoint:
+        return int(checkpoint[1])
+    metrics = folder.parent / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    return json.loads(lines[-1]).get("step") if lines else None
