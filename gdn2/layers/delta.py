@@ -1,6 +1,6 @@
 """The token mixer of Gated DeltaNet-2 and of the family it contains."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,17 @@ from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
 from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
 from gdn2.ops.family import Pattern, gated_delta_net_2, kda
 from gdn2.ops.flops import rule_flops
+
+INPUTS = (
+    "q",
+    "k",
+    "v",
+    "erase",
+    "write",
+    "beta",
+    "decay",
+    "gate",
+)  # what maps of the input lead to
 
 
 class DeltaState(NamedTuple):
@@ -71,6 +82,7 @@ class DeltaMixer(nn.Module):
             self.decay_bias = nn.Parameter(torch.empty(speeds))
         if config.output_gate != "none":
             self.gate_proj = branch(values, bias=True)
+        self._inputs = [n for n in INPUTS if hasattr(self, f"{n}_proj")]
         self.norm = RMSNorm(config.value_head_dim, norm_eps)
         self.out_proj = nn.Linear(values, hidden_size, bias=False)
         fill(self, config)
@@ -79,7 +91,8 @@ class DeltaMixer(nn.Module):
         self, x: Tensor, state: DeltaState | None, layout: Layout, inplace: bool = False
     ) -> tuple[Tensor, DeltaState | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
-        made = dict(zip(self._entries, joint(x, *self.joint_maps), strict=True))
+        entries = self._entries
+        made = dict(zip(entries, joint(x, *entries.values()), strict=True))
         if state is not None and inplace and layout.is_step and self._fused(x, state):
             pattern, past = self._step_pattern(made, state), state[1:]
         else:
@@ -109,11 +122,10 @@ class DeltaMixer(nn.Module):
 
     @property
     def _entries(self) -> dict[str, nn.Linear]:
-        c = self.config
-        gates = ("erase", "write") if c.gates == "separate" else ("beta",)
-        decay, gate = ("decay",) * (c.decay != "none"), ("gate",) * (c.output_gate != "none")
-        maps = {n: getattr(self, f"{n}_proj") for n in ("q", "k", "v", *gates, *decay, *gate)}
-        return {n: m.down if isinstance(m, LowRank) else m for n, m in maps.items()}
+        """The first maps by what they lead to, found without the search that a module's attributes take."""
+        modules: dict[str, Any] = self._modules
+        entries = {name: modules[f"{name}_proj"] for name in self._inputs}
+        return {n: m.down if type(m) is LowRank else m for n, m in entries.items()}
 
     def _pattern(
         self, made: dict[str, Tensor], state: DeltaState | None, layout: Layout, inplace: bool

@@ -59,18 +59,20 @@ def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     Found by where they lie, at each call: a weight that was given other memory has left its block. A map of another
     class, such as an adapter, or one with a bias is more than its weight.
     """
-    first, outputs = maps[0].weight, 0
+    first: Tensor = maps[0].weight
+    strides, dtype, outputs = first.stride(), first.dtype, 0
+    end = start = first.data_ptr()
     for map_ in maps:
+        if type(map_) is not nn.Linear or map_._parameters["bias"] is not None:
+            return None
         weight = map_.weight
-        plain = type(map_) is nn.Linear and map_.bias is None and weight.dtype == first.dtype
-        if not plain or weight.stride() != first.stride():
-            return None
-        # neighbours in memory that was taken piece by piece are no block
-        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        if weight.data_ptr() != first.data_ptr() + outputs * first.stride(0) * first.element_size():
+        if weight.data_ptr() != end or weight.dtype != dtype or weight.stride() != strides:
             return None
         outputs += map_.out_features
+        end = start + outputs * strides[0] * first.element_size()
+    # neighbours in memory that was taken piece by piece are no block
+    if maps[-1].weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
     by_rows, by_columns = first.stride(1) == 1, first.stride(0) == 1 and outputs <= first.stride(1)
     if not (by_rows or by_columns):
         return None
