@@ -73,13 +73,12 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
         else:
             files.append(path)
     records = {file: read_json(file) for file in dict.fromkeys(files)}
-    known = [run.config.model for run in runs]
     evaluations: list[Evaluation] = []
     speeds: list[Speed] = []
     grids: list[SyntheticGrid] = []
     for file, record in records.items():
         if record.get("format") == RESULTS:
-            evaluations.append(read_evaluation(record, file, known))
+            evaluations.append(read_evaluation(record, file))
         elif record.get("format") == SYNTHETIC:
             grids.append(_grid(record, file))
         elif _is_training_bench(record):

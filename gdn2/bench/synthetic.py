@@ -86,7 +86,7 @@ GRIDS = {
             *(Problem(f"parity of {n}", ParityConfig(), n) for n in (16, 64)),
             *(Problem(f"S5, {n} factors", PermutationConfig(), n) for n in (8, 16)),
         ),
-        families=("gdn2", "gdn2-erase-range-2", "kda", "mamba3", "transformer"),
+        families=("gdn2", "gdn2-erase-range-2", "kda", "mamba3-siso", "transformer"),
         states=(2048,),
     ),
 }

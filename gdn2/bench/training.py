@@ -149,8 +149,6 @@ def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Resul
         notes.append(parts)
         parts = None
     world = World(0, 1, plan.device, None)
-    # fla's loss has a product in fp32, which costs the twin 37 ms a step without this; ours has none
-    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         for name in plan.presets:
             lack = why_no_twin(find_preset(name))

@@ -7,7 +7,8 @@ from gdn2.layers.layout import Layout
 from gdn2.ops.family import Pattern
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 
-CHUNK = 64  # tokens, as the rule takes them by default; for counting
+CHUNK = 64  # tokens, as the rule takes them by default
+SMALLER = (16, 32)
 
 
 def run_rule(
@@ -21,7 +22,16 @@ def run_rule(
         initial_state=memory,
         output_final_state=memory is not None,
         cu_seqlens=layout.cu_seqlens,
+        chunk_size=_chunk_size(pattern["q"], layout.rows),
     )
+
+
+def _chunk_size(q: Tensor, sequences: int) -> int:
+    """On a CPU the smallest chunk that holds a sequence of mean length: what fills up short ones is computed too."""
+    if q.device.type != "cpu":
+        return CHUNK
+    tokens = q.shape[0] * q.shape[1]
+    return next((size for size in SMALLER if sequences * size >= tokens), CHUNK)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -55,7 +55,7 @@ FAMILIES: dict[str, MixerConfig] = {
     "gdn": DeltaConfig(decay="head", gates="tied", gate_rank=None),
     "deltanet": DeltaConfig(decay="none", gates="tied", output_gate="none", gate_rank=None),
     "mamba2": Mamba2Config(),
-    "mamba3": Mamba3Config(),
+    "mamba3-siso": Mamba3Config(),
     "mamba3-mimo": Mamba3Config(rank=4),
     "transformer": AttentionConfig(),
 }

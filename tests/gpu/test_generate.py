@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 WARM = Sampling(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
-PRESETS = ["gdn2-1m", "gdn2-1m-hybrid", "kda-1m", "mamba2-1m", "mamba3-1m", "transformer-1m"]
+PRESETS = ["gdn2-1m", "gdn2-1m-hybrid", "kda-1m", "mamba2-1m", "mamba3-siso-1m", "transformer-1m"]
 
 
 def make(name: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:

@@ -20,13 +20,13 @@ ROWS = {
     "kda-1.3b": (7552, 1_300_647_456, 2.800),
     "gdn-1.3b": (7040, 1_302_417_216, 2.804),
     "mamba2-1.3b": (6272, 1_298_448_000, 2.781),
-    "mamba3-1.3b": (6208, 1_296_152_064, 2.777),
+    "mamba3-siso-1.3b": (6208, 1_296_152_064, 2.777),
     "mamba3-mimo-1.3b": (6080, 1_297_479_168, 2.900),
     "gdn2-1.3b-hybrid": (6784, 1_300_314_384, 2.901),
     "kda-1.3b-hybrid": (7488, 1_303_300_368, 2.907),
     "gdn-1.3b-hybrid": (7168, 1_296_222_624, 2.893),
     "mamba2-1.3b-hybrid": (6848, 1_302_200_640, 2.898),
-    "mamba3-1.3b-hybrid": (6784, 1_297_071_360, 2.888),
+    "mamba3-siso-1.3b-hybrid": (6784, 1_297_071_360, 2.888),
     "mamba3-mimo-1.3b-hybrid": (6720, 1_297_734_912, 2.949),
     "transformer-1.3b": (7360, 1_297_990_656, 3.083),
 }
@@ -35,7 +35,7 @@ MIXERS = {
     "kda": 20_054_160,
     "gdn": 23_691_424,
     "mamba2": 28_779_328,
-    "mamba3": 29_094_144,
+    "mamba3-siso": 29_094_144,
     "mamba3-mimo": 30_052_608,
     "transformer": 21_233_664,
 }
@@ -71,7 +71,7 @@ def test_flops_by_length(name: str) -> None:
         assert forward_flops(model, length) / 1e9 == pytest.approx(gflop, abs=6e-4)
 
 
-@pytest.mark.parametrize("name", ["gdn2-1m", "gdn2-1m-hybrid", "mamba2-1m", "mamba3-1m"])
+@pytest.mark.parametrize("name", ["gdn2-1m", "gdn2-1m-hybrid", "mamba2-1m", "mamba3-siso-1m"])
 def test_flops_are_those_counted(name: str) -> None:
     """Torch's counter sees the same linear maps and rule, and attention without its causal half."""
     config = preset(name)
