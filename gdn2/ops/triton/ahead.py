@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import _async_compile
 
+from gdn2.ops.triton.launch import capability
+
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 _done: set[Hashable] = set()
 
@@ -28,7 +30,7 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     Such a kernel calls `wait_for_the_last` before it reads what another has made. Hopper and newer GPUs can do it: the
     time to start a kernel, and in decoding the first weights it reads, then pass while the one before it runs.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type != "cuda" or capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
