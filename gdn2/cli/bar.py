@@ -20,19 +20,19 @@ class ReadingBar:
         said = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
         columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
         self._bars = Bars(*columns, said, console=console)
-        self._task = self._bars.add_task("", total=None, visible=False, documents=0, tokens=0)
+        self._task = self._bars.add_task("", total=None, documents=0, tokens=0)
 
     def __enter__(self) -> "ReadingBar":
-        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        if self._bars.live.is_started:
+            self._bars.stop()
 
     def show(self, progress: Progress) -> None:
+        self._bars.start()
         self._bars.update(
             self._task,
-            visible=True,
             total=progress.size or None,
             completed=progress.read,
             documents=progress.documents,

@@ -47,20 +47,24 @@ def prepare(
     from gdn2.cli.bar import ReadingBar
     from gdn2.data.prepare import prepare as write_shards
 
-    with ReadingBar(Console(stderr=True)) as bar:
-        done = write_shards(
-            inputs,
-            out,
-            tokenizer=tokenizer,
-            bos=bos,
-            eos=eos,
-            field=field,
-            config=config,
-            split=split,
-            workers=workers,
-            shard_tokens=shard_tokens,
-            skip_bad=skip_bad,
-            report=bar.show,
-        )
+    try:
+        with ReadingBar(Console(stderr=True)) as bar:
+            done = write_shards(
+                inputs,
+                out,
+                tokenizer=tokenizer,
+                bos=bos,
+                eos=eos,
+                field=field,
+                config=config,
+                split=split,
+                workers=workers,
+                shard_tokens=shard_tokens,
+                skip_bad=skip_bad,
+                report=bar.show,
+            )
+    except KeyboardInterrupt:
+        typer.echo("Ctrl-C: finished shards are kept, the same command goes on", err=True)
+        raise typer.Exit(130) from None
     skipped = f", {done.skipped:,} bad lines skipped" if done.skipped else ""
     typer.echo(f"{out}: {done.tokens:,} tokens in {done.documents:,} documents{skipped}")

@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from gdn2.cli.base import app
+from gdn2.training.embedded import config_names
 
 
 @app.command()
 def train(
     config: Annotated[
-        str, typer.Argument(help="A TOML file, or the name of an embedded config such as demo.")
+        str,
+        typer.Argument(help=f"A TOML file, or one that comes along: {', '.join(config_names())}."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Values put over it: section.key=value …")

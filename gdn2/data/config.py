@@ -33,7 +33,7 @@ class TokensConfig:
     documents: Documents = "run_on"
     shuffle: bool = True
     validation_path: str | None = None
-    validation_fraction: float = 0.005  # of the tokens, unless there is a validation_path
+    validation_fraction: float = 0.005  # of the tokens, unless there is a validation_path; 0: none
 
     def __post_init__(self) -> None:
         _check_documents(self.documents)
@@ -91,7 +91,7 @@ def open_source(config: DataConfig, length: int, seed: int, split: Split) -> Sou
     fits = type(seed) is int and 0 <= seed < 2**64
     require(fits, "seed", seed, "an integer of at least 0 and less than 2^64")
     require(split in get_args(Split), "split", split, f"one of {', '.join(get_args(Split))}")
-    order = seed if split == "train" else VALIDATION_SEED
+    order = _order(seed, split)
     match config:
         case TokensConfig():
             return _tokens(config, length, order, split)
@@ -99,10 +99,31 @@ def open_source(config: DataConfig, length: int, seed: int, split: Split) -> Sou
             stream = ByteStream(documents(split))
             return Windows(stream, length, seed=order, documents=config.documents)
         case MixtureConfig():
-            parts = [open_source(part, length, seed, split) for part in config.parts]
-            return Mixture(parts, config.weights, order)
+            return _mixture(config, length, seed, split)
         case _:
             return Task(config, length, order, split)
+
+
+def holds_out(config: DataConfig) -> bool:
+    """Whether there are rows for validation."""
+    match config:
+        case TokensConfig():
+            return config.validation_path is not None or config.validation_fraction > 0
+        case MixtureConfig():
+            return any(holds_out(part) for part in config.parts)
+    return True
+
+
+def _mixture(config: MixtureConfig, length: int, seed: int, split: Split) -> Mixture:
+    """Validation is of those parts that hold something out."""
+    pairs = zip(config.parts, config.weights, strict=True)
+    used = [(part, weight) for part, weight in pairs if split == "train" or holds_out(part)]
+    parts = [open_source(part, length, seed, split) for part, _ in used]
+    return Mixture(parts, [weight for _, weight in used], _order(seed, split))
+
+
+def _order(seed: int, split: Split) -> int:
+    return seed if split == "train" else VALIDATION_SEED
 
 
 def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windows:
@@ -114,6 +135,8 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
     border = folder.tokens - math.floor(folder.tokens * kept)
     begin, end = (0, border) if is_training else (border, folder.tokens)
     expected = f"less than the {end - begin} tokens of {path} for {split}"
+    if not is_training and config.validation_path is None:
+        expected += f", validation_fraction {kept:g} of all; 0 is no validation"
     require(length < end - begin, "length", length, expected)
     return Windows(
         folder,

@@ -1,14 +1,13 @@
 """What a preparation has finished, on disk, so that the next call goes on from there."""
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gdn2.data.locking import locked
 from gdn2.data.shard_writer import PARTIAL, write_json
 from gdn2.data.shards import INDEX, Shard, read_index
 from gdn2.data.sources import Place
@@ -97,21 +96,10 @@ def own_folder(folder: Path) -> Iterator[None]:
     if names and not names & {INDEX, PROGRESS}:
         held = f"{folder} with {min(names)} in it"
         raise ValueError(f"out: got {held}, expected a new folder, or a preparation's")
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(opened, folder)
+    with locked(folder, "out"):
         for partial in folder.glob(f"*{PARTIAL}"):
             partial.unlink()
         yield
-    finally:
-        os.close(opened)
-
-
-def _lock(opened: int, folder: Path) -> None:
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"out: {folder} is being written by another process") from None
 
 
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def prepare(
         workers: processes that encode; by default one for each core.
         shard_tokens: a shard is full with so many.
         skip_bad: count lines that hold no text, rather than stop at the first.
-        report: is called after each document.
+        report: is called at the start and after each document.
     """
     workers = (os.cpu_count() or 1) if workers is None else workers
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
@@ -109,7 +109,8 @@ def _write_shards(
     tokens, count = record.tokens, record.documents
     writer = ShardWriter(out, dtype, settings["shard_tokens"], first=len(record.shards))
     with closing(writer), closing(encode_in_order(texts, coder, workers)) as encoded:
-        skipped = record.skipped
+        skipped, read = record.skipped, sum(part.size for part in parts[: record.place.part])
+        report(Progress(read, size, count, tokens, skipped))
         for ids, document in encoded:
             skipped = document.skipped
             if len(ids) > 0:

@@ -137,6 +137,7 @@ class CheckpointSection:
     """When the run is saved, whichever comes first, and what is kept."""
 
     every_steps: int | None = None
+    every_tokens: int | None = None
     every_seconds: float | None = 900.0
     keep: int = 2
     milestone_steps: int | None = None  # steps whose multiples are saved and kept for good
@@ -144,7 +145,7 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         check_types(self)
         _positive(self, "keep")
-        _optional_positive(self, "every_steps", "milestone_steps")
+        _optional_positive(self, "every_steps", "every_tokens", "milestone_steps")
         fits = self.every_seconds is None or self.every_seconds > 0
         require(fits, "every_seconds", self.every_seconds, "None or more than 0")
 

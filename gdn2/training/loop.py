@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn2.data.batch import Batch, micro_batches
+from gdn2.data.batch import Batch, Source, micro_batches
 from gdn2.data.prefetch import Prefetch
+from gdn2.data.synthetic import Task
 from gdn2.models.summary import count_parameters
 from gdn2.training.checkpoints import CheckpointError
 from gdn2.training.config import RunConfig
@@ -15,7 +16,7 @@ from gdn2.training.faults import StopRequest, TrainingError, diagnose
 from gdn2.training.health import health
 from gdn2.training.metrics import Metrics, check_tensorboard
 from gdn2.training.progress import Progress
-from gdn2.training.run import MODEL, Run
+from gdn2.training.run import MODEL, Run, own_folder
 from gdn2.training.schedule import rate_at
 from gdn2.training.speed import Speed
 from gdn2.training.step import StepResult, train_step
@@ -47,7 +48,8 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
     check_tensorboard(config.log.tensorboard)
     world = World.start(config.parallel, config.engine.device)
     try:
-        return _Loop(Run(config, world)).go(until)
+        with own_folder(config, world):
+            return _Loop(Run(config, world)).go(until)
     except OSError as reason:
         raise TrainingError(f"{reason}; checkpoints are as they were") from None
     finally:
@@ -134,8 +136,9 @@ class _Loop:
         """What is looked at now and then: validation, samples, health."""
         config, step = self.config, self.place.step
         found: dict[str, Any] = {}
-        if _is_turn(step, config.validation.every_steps) or step == config.steps:
-            found |= self._validate()
+        is_turn = _is_turn(step, config.validation.every_steps) or step == config.steps
+        if is_turn and self.run.held_out is not None:
+            found |= self._validate(self.run.held_out)
         if self.run.tokenizer is not None and _is_turn(step, config.samples.every_steps):
             model = self.run.plain_model()
             if model is not None:
@@ -143,18 +146,19 @@ class _Loop:
         if _is_turn(step, config.log.health_every_steps):
             model = self.run.plain_model()
             if model is not None:
-                batch = self.run.held_out.batch(0, config.batch.micro_rows)
+                rows = self.run.held_out or self.run.source
+                batch = rows.batch(0, config.batch.micro_rows)
                 found["health"] = health(model, batch)
         return found
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self, held_out: Source) -> dict[str, float]:
         self.validation = validate(
             self.run.model,
-            self.run.held_out,
+            held_out,
             self.world,
             rows=self.config.validation.rows,
             micro_rows=self.config.batch.micro_rows,
-            with_accuracy=hasattr(self.run.held_out, "chance"),
+            with_accuracy=isinstance(held_out, Task),
         )
         return self.validation
 
@@ -163,6 +167,7 @@ class _Loop:
         waited = time.monotonic() - self.saved_at
         by_time = section.every_seconds is not None and waited >= section.every_seconds
         by_step = _is_turn(step, section.every_steps) or _is_turn(step, section.milestone_steps)
+        by_step = by_step or _reaches(step, self.config.batch.tokens, section.every_tokens)
         return by_step or self.world.any(self.world.is_main and by_time)
 
     def _save(self) -> None:
@@ -179,7 +184,8 @@ class _Loop:
         try:
             self.run.checkpoints.wait()
         except CheckpointError as reason:
-            raise TrainingError(str(reason)) from None
+            kept = "checkpoints before it are as they were, the same command goes on from them"
+            raise TrainingError(f"{reason}; {kept}") from None
         if step == steps:
             self.run.export()
             found = "".join(f"{name} {value:.4f}, " for name, value in self.validation.items())
@@ -203,3 +209,8 @@ class _Loop:
 
 def _is_turn(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _reaches(step: int, tokens: int, every: int | None) -> bool:
+    """Whether a step of so many tokens brings the run to another multiple of `every`."""
+    return every is not None and step * tokens // every > (step - 1) * tokens // every

@@ -60,4 +60,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(file, dpi=150)
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as reason:
+        raise ValueError(f"out: got {reason}, expected a file to write to") from None

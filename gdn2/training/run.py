@@ -1,11 +1,14 @@
 """What a run holds in memory, put together from its config, and from its newest checkpoint where there is one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from gdn2.data.config import open_source
+from gdn2.data.config import holds_out, open_source
+from gdn2.data.locking import locked
 from gdn2.models.language_model import LanguageModel
 from gdn2.ops.arguments import require
 from gdn2.training.checkpoints import Checkpoints
@@ -30,6 +33,18 @@ class Place:
     skips_in_a_row: int = 0
 
 
+@contextmanager
+def own_folder(config: RunConfig, world: World) -> Iterator[None]:
+    """Make the run's folder, and keep other runs out of it meanwhile."""
+    folder = Path(config.run.dir)
+    try:
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise _unwritable(reason) from None
+    with locked(folder, "run.dir") if world.is_main else nullcontext():
+        yield
+
+
 class Run:
     """Data, model, optimiser and checkpoints of a run, at the place where it goes on."""
 
@@ -37,8 +52,13 @@ class Run:
         self.config, self.world = config, world
         self.folder = Path(config.run.dir)
         batch, seed = config.batch, config.run.seed
+        at_once = batch.micro_rows * batch.length * world.size
+        parts = f"{at_once}, micro_rows × length × {world.size} processes"
+        require(batch.tokens % at_once == 0, "batch.tokens", batch.tokens, f"a multiple of {parts}")
         self.source = open_source(config.data, batch.length, seed, "train")
-        self.held_out = open_source(config.data, batch.length, seed, "validation")
+        self.held_out = None
+        if holds_out(config.data):
+            self.held_out = open_source(config.data, batch.length, seed, "validation")
         needed = self.source.vocab_size
         fits = config.model.vocab_size >= needed
         require(fits, "model.vocab_size", config.model.vocab_size, f"at least the data's {needed}")
@@ -73,14 +93,13 @@ class Run:
     def _open_folder(self) -> Checkpoints:
         section, folder = self.config.checkpoint, self.folder / CHECKPOINTS
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if any(folder.glob("step-*")):
                 check_same_run(self.config, self.folder)
             self.world.barrier()
             if self.world.is_main:
                 write_config(self.config, self.folder)
         except OSError as reason:
-            raise ValueError(f"run.dir: got {reason}, expected a folder to write to") from None
+            raise _unwritable(reason) from None
         return Checkpoints(
             folder, self.world, keep=section.keep, milestones=section.milestone_steps
         )
@@ -108,6 +127,10 @@ class Run:
                 f"no checkpoint in {folder} is whole; move that folder away to begin anew"
             )
         return Place()
+
+
+def _unwritable(reason: OSError) -> ValueError:
+    return ValueError(f"run.dir: got {reason}, expected a folder to write to")
 
 
 def _dtypes(config: RunConfig, world: World) -> tuple[torch.dtype, torch.dtype]:

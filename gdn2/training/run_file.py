@@ -3,27 +3,25 @@
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
+from gdn2.data.content import digests
 from gdn2.layers.plain import from_plain, nearest, to_plain
-from gdn2.models.files import read_json
+from gdn2.models.files import read_json, write_json
 from gdn2.models.presets import preset
 from gdn2.ops.arguments import require
 from gdn2.training.config import RunConfig
+from gdn2.training.embedded import CONFIGS, config_names
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 WRITTEN = "config.json"
+DIGESTS = "data.json"  # of what the run was started with
 # What changes neither weights nor data: a resumed run may have other values.
 FREE = (
     *("run.dir", "batch.micro_rows"),
     *("engine", "parallel", "checkpoint", "validation", "samples", "log"),
 )
-
-
-def config_names() -> list[str]:
-    """Configs that come with the package."""
-    return sorted(file.stem for file in CONFIGS.glob("*.toml"))
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,17 +54,30 @@ def config_from(table: dict[str, Any]) -> RunConfig:
 
 def write_config(config: RunConfig, folder: Path) -> None:
     """Write down what a run was started with."""
-    part = folder / f".{WRITTEN}"
-    part.write_text(json.dumps(to_plain(config), indent=2) + "\n")
-    part.replace(folder / WRITTEN)
+    for name, record in ((DIGESTS, digests(config.data)), (WRITTEN, to_plain(config))):
+        part = folder / f".{name}"
+        write_json(part, record)
+        part.replace(folder / name)
 
 
 def check_same_run(config: RunConfig, folder: Path) -> None:
-    """Raise ValueError if the run in a folder was started with another config, apart from what may differ."""
+    """Raise ValueError if the run in a folder was started with another config, apart from what may differ.
+
+    Data are known by what they hold: they may have moved, but not changed where they are.
+    """
     before = dict(_leaves(read_json(folder / WRITTEN)))
     now = dict(_leaves(json.loads(json.dumps(to_plain(config)))))
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not _is_free(name):
+    held = read_json(folder / DIGESTS) if (folder / DIGESTS).exists() else {}
+    holds = digests(config.data)
+    for name in sorted(filterfalse(_is_free, before.keys() | now.keys())):
+        data = name.removeprefix("data.")
+        if data != name and data in held.keys() & holds.keys():
+            if held[data] != holds[data]:
+                raise ValueError(
+                    f"{name}: got {now[name]!r}, which holds other data than those of the run in {folder}; "
+                    "a new run needs another run.dir"
+                )
+        elif before.get(name) != now.get(name):
             raise ValueError(
                 f"{name}: got {now.get(name)!r}, expected {before.get(name)!r}, with which the run in {folder} "
                 f"was started; only {', '.join(FREE)} may differ, a new run needs another run.dir"
@@ -78,7 +89,7 @@ def _read(file: Path) -> dict[str, Any]:
         return read_json(file)
     try:
         return tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
         raise ValueError(f"{file}: got {reason}, expected TOML") from None
 
 

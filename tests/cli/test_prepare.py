@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from gdn2.cli import app
@@ -77,3 +78,15 @@ def children(pid: int) -> list[str]:
     """The processes that a process has started."""
     threads = Path(f"/proc/{pid}/task").glob("*/children")
     return [child for thread in threads for child in thread.read_text().split()]
+
+
+def test_an_interrupted_command_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gdn2.data.prepare.prepare", interrupted)
+    result = run("python", "--out", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr == "Ctrl-C: finished shards are kept, the same command goes on\n"

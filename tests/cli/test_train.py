@@ -58,6 +58,11 @@ def test_a_mistake_is_one_line(words: list[str], message: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_help_names_the_configs_that_come_along() -> None:
+    said = run("train", "--help").output
+    assert all(name in said for name in ("demo", "15m", "60m", "150m", "400m", "paper-1.3b"))
+
+
 def test_another_config_for_the_same_folder_is_a_mistake(file: Path) -> None:
     assert run("train", str(file)).exit_code == 0
     result = run("train", str(file), "schedule.final_fraction=0.5")

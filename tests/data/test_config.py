@@ -11,6 +11,7 @@ from gdn2.data.config import (
     DataConfig,
     MixtureConfig,
     TokensConfig,
+    holds_out,
     open_source,
 )
 from gdn2.data.corpus import documents
@@ -69,7 +70,12 @@ def test_validation_in_a_folder_of_its_own(folder: str, tmp_path: Path) -> None:
 def test_without_validation_training_has_it_all(folder: str) -> None:
     config = TokensConfig(path=folder, validation_fraction=0)
     assert seen(config, "train") == set(range(1000))
-    said = f"length: got 12, expected less than the 0 tokens of {folder} for validation"
+    assert not holds_out(config)
+
+
+def test_too_little_for_validation_says_what_decides_it(folder: str) -> None:
+    config = TokensConfig(path=folder, validation_fraction=0.012)
+    said = rf"length: got 12, expected less than the 12 tokens of {folder} for validation, validation_fraction 0.012"
     with pytest.raises(ValueError, match=said):
         open_source(config, LENGTH, 0, "validation")
 
@@ -124,6 +130,17 @@ def test_a_mixture_of_folders_and_a_corpus(tmp_path: Path) -> None:
     config = MixtureConfig(parts=(TokensConfig(path=folder), CorpusConfig()), weights=(1, 3))
     ids = open_source(config, LENGTH, 0, "train").batch(0, 1024).ids
     assert (ids.diff() == 1).all(1).sum() == 256  # the folder's rows count upward
+
+
+def test_a_mixture_is_validated_on_parts_that_hold_something_out(tmp_path: Path) -> None:
+    first, second = (str(write_folder(tmp_path / name, [256])) for name in "ab")
+    nothing = TokensConfig(path=first, validation_fraction=0)
+    last = TokensConfig(path=second, validation_fraction=0.25)
+    mixed = MixtureConfig(parts=(nothing, last), weights=(1, 3))
+    assert holds_out(mixed)
+    assert seen(mixed, "validation") == set(range(192, 256))
+    assert seen(mixed, "train") == set(range(256))
+    assert not holds_out(MixtureConfig(parts=(nothing,), weights=(1,)))
 
 
 def test_a_task_says_what_guessing_gives() -> None:

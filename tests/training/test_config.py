@@ -1,5 +1,6 @@
 """Run configs: files, presets, overrides, and what a resumed run may change."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 
 from gdn2.models.presets import preset
 from gdn2.training.config import RunConfig
+from gdn2.training.embedded import config_names
 from gdn2.training.run_file import (
     check_same_run,
     config_from,
-    config_names,
     load_config,
     write_config,
 )
+from tests.data.cases import write_folder
 from tests.training.runs import config, table
 
 RELEASED_TOKENS = 512 * 4096
@@ -84,6 +86,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "precision.compute: got 'fp32', expected 'bf16' or 'auto'",
     ),
     "keep": ({"checkpoint": {"keep": 0}}, "checkpoint.keep: got 0, expected at least 1"),
+    "every": (
+        {"checkpoint": {"every_tokens": 0}},
+        "checkpoint.every_tokens: got 0, expected None or at least 1",
+    ),
     "seconds": ({"checkpoint": {"every_seconds": 0}}, "checkpoint.every_seconds: got 0, expected"),
     "prompt": ({"samples": {"prompt": ""}}, "samples.prompt: got '', expected at least one"),
     "compile": ({"engine": {"compile": True}}, "engine.compile: got True, expected one of 'auto'"),
@@ -184,3 +190,25 @@ def test_mixers_of_a_cell_are_compared_one_by_one(tmp_path: Path) -> None:
     changed["model"]["cell"][1] = {**changed["model"]["cell"][1], "window": 8}
     with pytest.raises(ValueError, match=r"^model.cell\[1\].window: got 8, expected 16"):
         check_same_run(config_from(changed), tmp_path)
+
+
+def reading(tokens: Path, folder: Path, **changes: Any) -> RunConfig:
+    """A run on a folder of shards."""
+    data = {"type": "tokens", "path": str(tokens), "validation_fraction": 0.0, **changes}
+    return config_from({**table(folder), "data": data})
+
+
+def test_data_may_move_but_not_change(tmp_path: Path) -> None:
+    here = write_folder(tmp_path / "here", [30, 5])
+    there = Path(shutil.copytree(here, tmp_path / "there"))
+    other = write_folder(tmp_path / "other", [30, 6])
+    write_config(reading(here, tmp_path), tmp_path)
+    check_same_run(reading(there, tmp_path), tmp_path)
+    with pytest.raises(ValueError, match=r"^data.path: got '.*other', which holds other data than"):
+        check_same_run(reading(other, tmp_path), tmp_path)
+    with pytest.raises(ValueError, match=r"^data.documents: got 'apart', expected 'run_on'"):
+        check_same_run(reading(there, tmp_path, documents="apart"), tmp_path)
+    shutil.rmtree(here)
+    write_folder(here, [31, 5])
+    with pytest.raises(ValueError, match=r"^data.path: got '.*here', which holds other data than"):
+        check_same_run(reading(here, tmp_path), tmp_path)

@@ -12,18 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import gdn2
 from gdn2.data.config import open_source
+from gdn2.data.locking import locked
+from gdn2.data.prepare import prepare
+from gdn2.layers.joint import lay_side_by_side
 from gdn2.layers.plain import to_plain
 from gdn2.models.files import write_json
 from gdn2.training.checkpoints import CheckpointError, Checkpoints
-from gdn2.training.config import RunConfig
+from gdn2.training.config import ParallelSection, RunConfig
 from gdn2.training.faults import TrainingError
 from gdn2.training.loop import train
 from gdn2.training.metrics import Metrics
+from gdn2.training.run import Run
 from gdn2.training.run_file import config_from, load_config
+from gdn2.training.world import World
 from tests.training.runs import (
     LENGTH,
     ROWS,
@@ -138,6 +144,84 @@ def test_a_resume_with_another_config_is_refused(tmp_path: Path) -> None:
         train(config(tmp_path, optimiser={"lr": 0.5}))
     moved = config(tmp_path, batch={"micro_rows": 2}, validation={"every_steps": None})
     assert train(moved, until=6).step == 6
+
+
+def test_one_run_in_a_folder_at_a_time(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path, "run.dir"),
+        pytest.raises(ValueError, match=r"^run.dir: .* is being written by another process"),
+    ):
+        train(config(tmp_path))
+    assert train(config(tmp_path), until=1).step == 1
+
+
+def test_saves_by_tokens(tmp_path: Path) -> None:
+    """A save is due with the step that reaches another multiple, though no step ends at it."""
+    tokens = ROWS * LENGTH
+    every = {"every_steps": None, "every_tokens": 5 * tokens // 2, "keep": 9}
+    train(config(tmp_path, checkpoint=every))
+    found = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    assert found == [3, 5, 8, 10, STEPS]
+
+
+def bytes_run(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run on text, which has a tokenizer."""
+    plain = to_plain(config(folder, model={"vocab_size": 256}, **sections))
+    return config_from(plain | {"data": {"type": "python"}})
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "samples": {"every_steps": 2, "prompt": "import ", "tokens": 5},
+    "log": {"health_every_steps": 3},
+}
+
+
+def test_looking_at_a_model_leaves_it_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a bit of a run depends on what it is asked to write or on what is measured in it."""
+    train(bytes_run(tmp_path / "alone"), until=6)
+    assert "import " not in capsys.readouterr().err
+    train(bytes_run(tmp_path / "seen", **LOOKS), until=6)
+    assert capsys.readouterr().err.count("\nimport ") == 3
+    seen = lines(tmp_path / "seen")
+    assert [line["step"] for line in seen if line.pop("health", None)] == [3, 6]
+    assert seen == lines(tmp_path / "alone")
+    ours, theirs = (
+        load_file(tmp_path / name / "checkpoints/step-00000006/model/model.safetensors")
+        for name in ("alone", "seen")
+    )
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_sample_is_of_a_copy(tmp_path: Path) -> None:
+    """Inference may lay weights out anew, where memory of the model in training must stay."""
+    run = Run(bytes_run(tmp_path), World.start(ParallelSection(), "cpu"))
+    before = {
+        name: (x.data_ptr(), x.stride(), x.clone()) for name, x in run.model.named_parameters()
+    }
+    copy = run.plain_model()
+    assert copy is not None
+    theirs = {x.untyped_storage().data_ptr() for x in copy.parameters()}
+    lay_side_by_side(copy)
+    for name, x in run.model.named_parameters():
+        place, stride, value = before[name]
+        assert x.untyped_storage().data_ptr() not in theirs, name
+        assert (x.data_ptr(), x.stride()) == (place, stride), name
+        assert torch.equal(x, value), name
+
+
+def test_without_held_out_rows_there_is_no_validation(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("All of it is learnt. " * 9)
+    prepare([str(tmp_path / "a.txt")], tmp_path / "tokens", workers=1)
+    tokens = {"type": "tokens", "path": str(tmp_path / "tokens"), "validation_fraction": 0.0}
+    plain = to_plain(config(tmp_path / "run", model={"vocab_size": 256}, log=LOOKS["log"]))
+    end = train(config_from(plain | {"data": tokens}))
+    assert end.is_finished
+    assert end.validation == {}
+    found = lines(tmp_path / "run")
+    assert not any("validation_loss" in line for line in found)
+    assert [line["step"] for line in found if "health" in line] == [3, 6, 9, 12]
 
 
 def test_what_cannot_fit_is_refused_at_once(tmp_path: Path) -> None:
@@ -275,13 +359,15 @@ def test_many_kills_lose_nothing(tmp_path: Path) -> None:
     assert kill_at_random(tmp_path, steps=2000, kills=25, seed=1) > 0
 
 
-def test_two_processes_train_the_same_run(whole: Path, tmp_path: Path) -> None:
-    both = {"samples": {"every_steps": 4}, "log": {"health_every_steps": 6}}
-    write_json(tmp_path / "run.json", to_plain(config(tmp_path / "two", **both)))
+def test_two_processes_train_the_same_run(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    train(bytes_run(whole))
+    write_json(tmp_path / "run.json", to_plain(bytes_run(tmp_path / "two", **LOOKS)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "-m", "gdn2", "train", str(tmp_path / "run.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\nimport ") == STEPS // LOOKS["samples"]["every_steps"]
     assert losses(tmp_path / "two") == pytest.approx(losses(whole), rel=1e-5)
     for step in (5, 10, STEPS):
         ours, theirs = (lines(folder)[step - 1] for folder in (tmp_path / "two", whole))

@@ -50,3 +50,7 @@ def test_what_cannot_be_drawn_is_named(run: Path, tmp_path: Path) -> None:
         plot_runs([run], Path("no/a.png"))
     with pytest.raises(ValueError, match=r"^run: got '.*empty', expected a folder with steps"):
         plot_runs([run, tmp_path / "empty"], tmp_path / "a.png")
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=r"^out: got .*folder.png.*, expected a file to write to"):
+        plot_runs([run], tmp_path / "folder.png")
