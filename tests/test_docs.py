@@ -17,6 +17,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 SOURCES = sorted((ROOT / "gdn2").rglob("*.py"))
 LAST_EQUATION = 91
+EXTRAS = {"huggingface.md": ("transformers", "peft")}  # what its examples need beside the package
 CITATION = re.compile(r"\bEqs?\.\s+(\d+(?:\s*[–-]\s*\d+)?(?:(?:,| and)\s+\d+(?:\s*[–-]\s*\d+)?)*)")
 
 
@@ -124,6 +125,8 @@ def test_named_files_exist(path: Path) -> None:
 
 @documents
 def test_examples_run(path: Path) -> None:
+    for module in EXTRAS.get(path.name, ()):
+        pytest.importorskip(module)
     for example in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         exec(compile(example, path.name, "exec"), {})
 

@@ -1,9 +1,12 @@
 """The verbs that exchange models with others: options, without logic."""
 
 # ruff: noqa: PLC0415 (what a verb needs is imported when it runs, so that help is quick)
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -35,14 +38,18 @@ def import_checkpoint(
     norm_eps: Annotated[float, typer.Option(help="Of all norms.")] = 1e-5,
     tied: Annotated[bool, typer.Option(help="The embedding is the head as well.")] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer's file or folder to put beside the model.")
+        str | None, typer.Option(help="bytes, or a tokenizer's file or folder, for the model.")
     ] = None,
 ) -> None:
     """Make a model of a checkpoint of the released code, or of a model around fla's layer."""
     _need_transformers()
+    from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
+    from gdn2.hf.special_tokens import write_special_tokens
     from gdn2.models.folder import save_model
+    from gdn2.ops.arguments import require
 
+    own = None if tokenizer is None else load_tokenizer(tokenizer)
     unsaid = Unsaid(
         output_gate=None if output_gate is None else output_gate.value,
         erase_range=erase_range,
@@ -53,7 +60,16 @@ def import_checkpoint(
         tied=tied,
     )
     model = import_model(read_checkpoint(checkpoint), unsaid)
-    save_model(model, folder, tokenizer=tokenizer)
+    with _writing(), TemporaryDirectory() as files:
+        if own is None:
+            save_model(model, folder)
+        else:
+            fits = own.vocab_size <= model.config.vocab_size
+            expected = f"at most the model's {model.config.vocab_size}"
+            require(fits, "tokenizer", f"{own.vocab_size} tokens", expected)
+            own.save(Path(files))
+            save_model(model, folder, tokenizer=files)
+            write_special_tokens(folder, own.bos_id, own.eos_id)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     typer.echo(f"wrote {folder}: {parameters:,} parameters")
 
@@ -66,7 +82,8 @@ def export(
         int | None, typer.Option(help="Of a checkpoint that was kept; by default the latest.")
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="JSON of an evaluation, for the model card.")
+        Path | None,
+        typer.Option(dir_okay=False, help="JSON of gdn2 eval or lm-eval, for the model card."),
     ] = None,
 ) -> None:
     """Write a trained model with its tokenizer, generation config and model card."""
@@ -75,10 +92,20 @@ def export(
     from gdn2.hf.export import export_run, find_model
 
     source = find_model(run, step)
-    end = load_tokenizer(source).eos_id if any(source.glob("tokenizer.*")) else None
-    stop_ids = [] if end is None else [end]
-    export_run(run, folder, step=step, stop_ids=stop_ids, results=results)
+    own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None
+    bos, eos = (None, None) if own is None else (own.bos_id, own.eos_id)
+    with _writing():
+        export_run(run, folder, step=step, bos_id=bos, eos_id=eos, results=results)
     typer.echo(f"wrote {folder}")
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """A disk that is full or a folder of somebody else's is a mistake like others."""
+    try:
+        yield
+    except OSError as reason:
+        raise ValueError(f"folder: got {reason}, expected one that can be written") from None
 
 
 def _need_transformers() -> None:

@@ -113,6 +113,9 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         expected = "a Gdn2Cache, or None for a new one"
         known = cache is None or isinstance(cache, Gdn2Cache)
         require(known, "past_key_values", type(cache).__name__, expected)
+        if cache is not None:
+            rows = cache.batch_size
+            require(rows in (-1, x.shape[0]), "past_key_values", f"{rows} rows", x.shape[0])
         if cache is not None and cache.again is not None:
             return self._encode_again(x, cache, output_hidden_states, where["attention_mask"])
         layout = layout_of(x.shape[0], x.shape[1], **where)
@@ -169,5 +172,4 @@ class Gdn2PreTrainedModel(PreTrainedModel):
             state = ModelState(layers, seen, self._native.digest)
             return Moment(state, weight.new_zeros(rows, weight.shape[1]))
         cache.now.state.check_config(self._native.digest)
-        require(cache.batch_size == rows, "past_key_values", f"{cache.batch_size} rows", rows)
         return cache.now

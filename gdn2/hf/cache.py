@@ -16,10 +16,10 @@ class Moment(NamedTuple):
     state: ModelState
     last: Tensor  # [rows, width] the hidden state of each row's last token
 
-    def select(self, rows: Tensor) -> "Moment":
+    def select(self, indices: Tensor) -> "Moment":
         """These rows, in this order."""
-        state = self.state.map(lambda x: x.index_select(0, rows))
-        return Moment(state, self.last.index_select(0, rows))
+        state = self.state.map(lambda x: _rows(x, indices))
+        return Moment(state, _rows(self.last, indices))
 
 
 class Gdn2Cache(Cache):
@@ -85,7 +85,9 @@ class Gdn2Cache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.now is None else self.now.state.rows
+        if self.now is not None:
+            return self.now.state.rows
+        return -1 if self.again is None else self.again.shape[0]
 
     @property
     def is_initialized(self) -> bool:
@@ -101,20 +103,21 @@ class Gdn2Cache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.now is None:
-            return
-        rows = indices.to(self.now.last.device)
-        self.now = self.now.select(rows)
-        self.again = None if self.again is None else self.again.index_select(0, rows)
+        self.now = None if self.now is None else self.now.select(indices)
+        self.again = None if self.again is None else _rows(self.again, indices)
         self._calls = [
-            (None if before is None else before.select(rows), inputs.index_select(0, rows))
+            (None if before is None else before.select(indices), _rows(inputs, indices))
             for before, inputs in self._calls
         ]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.now is not None:
-            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+        rows = torch.arange(max(self.batch_size, 0))  # none of an empty cache
+        self.batch_select_indices(rows.repeat_interleave(repeats))
 
     @property
     def _columns_again(self) -> int:
         return 0 if self.again is None else self.again.shape[1]
+
+
+def _rows(x: Tensor, indices: Tensor) -> Tensor:
+    return x.index_select(0, indices.to(x.device))

@@ -59,7 +59,7 @@ def model_card(
         _section(
             "Training", ((LAST_LINE[name], metrics[name]) for name in LAST_LINE if name in metrics)
         ),
-        _section("Recipe", (row for name in RECIPE for row in _leaves(run.get(name), name))),
+        _section("Recipe", _recipe_rows(run)),
         _section("Evaluation", (row for task in results for row in _leaves(results[task], task))),
     ]
     return "\n".join(filter(None, sections))
@@ -71,7 +71,14 @@ def _model_rows(config: ModelConfig) -> Iterable[tuple[str, Any]]:
     yield "MLP", config.intermediate_size
     yield "vocabulary", config.vocab_size
     for i, mixer in enumerate(config.to_dict()["cell"]):
-        yield f"mixer {i + 1} of the cell", ", ".join(f"{k} {v}" for k, v in mixer.items())
+        said = (f"{name} {value}" for name, value in mixer.items() if value is not None)
+        yield f"mixer {i + 1} of the cell", ", ".join(said)
+
+
+def _recipe_rows(run: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    yield "seed", str(run["run"]["seed"])
+    for name in RECIPE:
+        yield from _leaves(run.get(name), name)
 
 
 def _section(title: str, rows: Iterable[tuple[str, Any]]) -> str:
@@ -97,5 +104,8 @@ def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}")
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for i, inner in enumerate(value, 1):
+            yield from _leaves(inner, f"{path}.{i}")
     elif value is not None:
         yield path, value

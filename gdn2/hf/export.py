@@ -1,12 +1,14 @@
 """A training run as a folder that others can use: model, tokenizer, generation config and model card."""
 
 import json
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any
 
 from gdn2.hf.card import model_card
-from gdn2.models.files import read_json
+from gdn2.hf.results import read_results
+from gdn2.hf.special_tokens import write_special_tokens
+from gdn2.models.files import new_folder, read_json, standing
 from gdn2.models.folder import load_model, save_model
 from gdn2.ops.arguments import require
 
@@ -16,15 +18,16 @@ CARD = "README.md"
 def find_model(run: str | Path, step: int | None = None) -> Path:
     """The model folder of a run: that after a step, of which a checkpoint was kept, or the latest."""
     run = Path(run)
-    found = {int(path.name.partition("-")[2]): path for path in run.glob("checkpoints/step-*")}
+    kept = {number: path for path in run.glob("checkpoints/*") if (number := _step(path))}
     if step is not None:
-        known = ", ".join(map(str, sorted(found))) or "none"
-        require(step in found, "step", step, f"a step whose checkpoint was kept: {known}")
-        return found[step] / "model"
-    if (run / "model").is_dir():
-        return run / "model"
-    require(bool(found), "run", f"{run} with neither model nor checkpoints", "a training run")
-    return found[max(found)] / "model"
+        known = ", ".join(map(str, sorted(kept))) or "none"
+        require(step in kept, "step", step, f"a step whose checkpoint was kept: {known}")
+        return kept[step] / "model"
+    finished = standing(run / "model")
+    if finished.is_dir():
+        return finished
+    require(bool(kept), "run", f"{run} with neither model nor checkpoints", "a training run")
+    return kept[max(kept)] / "model"
 
 
 def export_run(
@@ -32,37 +35,40 @@ def export_run(
     folder: str | Path,
     *,
     step: int | None = None,
-    stop_ids: Iterable[int] = (),
+    bos_id: int | None = None,
+    eos_id: int | None = None,
     results: str | Path | None = None,
 ) -> None:
-    """Write the folder.
+    """Write the folder, whole or not at all.
 
     Args:
         run: the folder of a training run.
         folder: where to write to; there must be nothing yet.
         step: of a checkpoint that was kept; by default the latest model.
-        stop_ids: tokens that end a text.
-        results: a JSON file with numbers for each task, such as lm-eval writes.
+        bos_id: the token that opens a text.
+        eos_id: the token that ends one.
+        results: of `gdn2 eval` or of lm-eval, as JSON.
     """
-    run, folder = Path(run), Path(folder)
+    run, folder = Path(run), Path(folder).absolute()
     require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
     source = find_model(run, step)
-    numbers = {} if results is None else _read_results(Path(results))
-    metrics = _metrics_at(run, step)
-    has_tokenizer = any(source.glob("tokenizer*"))
     model = load_model(source)
-    save_model(model, folder, tokenizer=source if has_tokenizer else None, stop_ids=stop_ids)
+    metrics = _metrics_at(run, _step(source.parent))
+    numbers = {}
+    if results is not None:
+        numbers = read_results(Path(results), model.config.digest, metrics.get("step"))
     card = model_card(folder.name, model.config, read_json(run / "config.json"), metrics, numbers)
-    (folder / CARD).write_text(card)
+    has_tokenizer = any(source.glob("tokenizer.*"))
+    with new_folder(folder) as written:
+        save_model(model, written, tokenizer=source if has_tokenizer else None)
+        write_special_tokens(written, bos_id, eos_id)
+        (written / CARD).write_text(card)
 
 
-def _read_results(file: Path) -> dict[str, dict[str, Any]]:
-    data = read_json(file)
-    tasks = data.get("results", data)
-    fits = isinstance(tasks, dict) and all(isinstance(task, dict) for task in tasks.values())
-    require(fits, f"{file}", "something else", "a table of numbers for each task")
-    # lm-eval writes each task's name again, as its alias.
-    return {task: {k: v for k, v in row.items() if k != "alias"} for task, row in tasks.items()}
+def _step(checkpoint: Path) -> int | None:
+    """The step of a checkpoint, None for another folder."""
+    found = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return None if found is None else int(found[1])
 
 
 def _metrics_at(run: Path, step: int | None) -> dict[str, Any]:

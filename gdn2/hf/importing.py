@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -87,7 +88,8 @@ def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
 
 def _unpickle(file: Path) -> dict[str, Any]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Older files are no archives, and have to be read at once.
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as reason:
         line = str(reason).strip().partition("\n")[0]
         expected = "a checkpoint of tensors and plain values"

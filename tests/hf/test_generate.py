@@ -173,6 +173,22 @@ def test_rows_keep_what_they_have_to_read_again() -> None:
     assert_close("again", again, MODEL(ids[:1]).logits[:, 5:], 1e-10)
 
 
+def test_rows_keep_a_prompt_that_has_to_be_read_again() -> None:
+    """Then there is no state yet, only what the first call began with."""
+    ids, order = tokens(3, 6), torch.tensor([1, 1, 0])
+    cache = Gdn2Cache()
+    cache.batch_repeat_interleave(2)  # of nothing
+    cache.activate_past_recording()
+    MODEL(ids[:, :5], past_key_values=cache)
+    cache.crop(-2)
+    assert (cache.state, cache.batch_size) == (None, 3)
+    with pytest.raises(ValueError, match=r"^past_key_values: got 3 rows, expected 2$"):
+        MODEL(ids[:2, 3:], past_key_values=cache)
+    cache.batch_select_indices(order)
+    rest = MODEL(ids[order, 3:], past_key_values=cache).logits
+    assert_close("turned", rest, MODEL(ids[order]).logits[:, 3:], 1e-10)
+
+
 def test_what_cannot_be_taken_back_is_refused() -> None:
     cache = MODEL(tokens(2, 5)).past_key_values
     cache.crop(0)

@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import gdn2
 from gdn2.cli import app
+from gdn2.data.tokenizers import load_tokenizer
 from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
 from gdn2.layers.config import AttentionConfig, DeltaConfig
+from gdn2.models.folder import load_stop_ids
 from gdn2.models.language_model import LanguageModel
+from tests.data.samples import save_tokenizer
 from tests.models.cases import config, make, tokens
 
 Tensors = dict[str, Tensor]
@@ -219,6 +223,9 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
         ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and plain"
     ):
         read_checkpoint(tmp_path / "c.pth")
+    torch.save(Bomb(tmp_path / "harm"), tmp_path / "c.pth", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and pla"):
+        read_checkpoint(tmp_path / "c.pth")
     assert not (tmp_path / "harm").exists()
     (tmp_path / "c.pth").write_bytes(b"no checkpoint")
     with pytest.raises(
@@ -254,3 +261,35 @@ def test_the_command_writes_a_model_folder(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"wrote {tmp_path / 'm'}" in done.output
     assert_same(gdn2.load(tmp_path / "m"), model)
+
+
+def test_files_that_are_no_archives_are_read_too(tmp_path: Path) -> None:
+    model = hybrid()
+    torch.save(official(model), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    found = import_model(read_checkpoint(tmp_path / "old.pth"), OFFICIAL)
+    assert_same(found, model)
+
+
+def test_the_command_takes_any_tokenizer_that_fits(tmp_path: Path) -> None:
+    model = make(replace(config(LAYER), vocab_size=400)).float()
+    save_file(around_fla(model), tmp_path / "fla.safetensors")
+    command = ["import", str(tmp_path / "fla.safetensors"), "--output-gate", "silu"]
+    command += ["--tokenizer", save_tokenizer(tmp_path, "sentencepiece")]  # under a name of its own
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "m")])
+    assert done.exit_code == 0, done.output
+    text = "one line\nanother line"
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "m"), load_tokenizer(tmp_path / "m")
+    assert theirs(text).input_ids == ours.encode(text)
+    assert ours.encode(text)[0] == ours.bos_id
+    assert load_stop_ids(tmp_path / "m") == [ours.eos_id]
+
+    small = make(replace(config(LAYER), vocab_size=300)).float()
+    save_file(around_fla(small), tmp_path / "fla.safetensors")
+    refused = CliRunner().invoke(app, [*command, str(tmp_path / "small")])
+    assert refused.exit_code == 2
+    assert "error: tokenizer: got 400 tokens, expected at most the model's 300" in refused.output
+    assert not (tmp_path / "small").exists()
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(app, [*command[:-2], str(tmp_path / "file/m")])
+    assert refused.exit_code == 2
+    assert "error: folder: got [Errno 20]" in refused.output

@@ -1,0 +1,39 @@
+"""What an evaluation found, from the files that `gdn2 eval` and lm-eval write."""
+
+from pathlib import Path
+from typing import Any
+
+from gdn2.models.files import read_json
+from gdn2.ops.arguments import require
+
+Numbers = dict[str, dict[str, Any]]
+
+
+def read_results(file: Path, digest: str, step: int | None) -> Numbers:
+    """Numbers by name, for each task.
+
+    `gdn2 eval` says which model it saw; results of another config than `digest`, or of another step, are refused.
+    """
+    data = read_json(file)
+    kind = "tasks" if str(data.get("format")).startswith("gdn2 results") else "results"
+    tasks = data.get(kind)
+    fits = isinstance(tasks, dict) and all(isinstance(task, dict) for task in tasks.values())
+    require(fits, f"{file}", "none", "results of `gdn2 eval` or of lm-eval")
+    assert isinstance(tasks, dict)
+    if kind == "results":
+        return {name: _of_lm_eval(task) for name, task in tasks.items()}
+    seen = data["model"]
+    same = seen["config"] == digest and (None in (seen["step"], step) or seen["step"] == step)
+    found = f"those of model {seen['config']} after step {seen['step']}"
+    require(same, f"{file}", found, f"of {digest} after step {step}")
+    return {name: _of_ours(task) for name, task in tasks.items()}
+
+
+def _of_lm_eval(task: dict[str, Any]) -> dict[str, Any]:
+    """Without the task's name, which stands there again, and the name of no filter."""
+    return {key.removesuffix(",none"): x for key, x in task.items() if key.strip() != "alias"}
+
+
+def _of_ours(task: dict[str, Any]) -> dict[str, Any]:
+    """A number needs what it was measured on, and how."""
+    return {**task["metrics"], "samples": task["samples"], "protocol": task["protocol"]}
