@@ -15,7 +15,9 @@ class Verbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ValueError as mistake:
+        except (ValueError, OSError) as mistake:  # a file that cannot be read or written is one too
+            if isinstance(mistake, BrokenPipeError):
+                raise
             typer.echo(f"error: {mistake}", err=True)
             raise typer.Exit(2) from None
 

@@ -27,8 +27,9 @@ def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
 
 
 def single(map_: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """What a map makes of x, added to the residual; a map of another class, such as an adapter, is called as it is."""
-    if type(map_) is nn.Linear and not torch.is_grad_enabled():
+    """What a map makes of x, added to the residual; one with hooks or of another class, as an adapter, is called."""
+    if not torch.is_grad_enabled() and _is_plain(map_):
+        assert isinstance(map_, nn.Linear)
         return linear(x, map_.weight, map_.bias, residual)
     y = map_(x)
     return y if residual is None else residual + y
@@ -56,15 +57,15 @@ def lay_side_by_side(root: nn.Module) -> None:
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     """The weight [all outputs, inputs] whose parts are the maps' weights, in this order, if there is one.
 
-    Found by where they lie, at each call: a weight that was given other memory has left its block. A map of another
-    class, such as an adapter, or one with a bias is more than its weight.
+    Found by where they lie, at each call: a weight that was given other memory has left its block. A map with a bias or
+    hooks, or of another class, such as an adapter, is more than its weight.
     """
+    if not all(_is_plain(map_) and map_._parameters["bias"] is None for map_ in maps):
+        return None
     first: Tensor = maps[0].weight
     strides, dtype, outputs = first.stride(), first.dtype, 0
     end = start = first.data_ptr()
     for map_ in maps:
-        if type(map_) is not nn.Linear or map_._parameters["bias"] is not None:
-            return None
         weight = map_.weight
         if weight.data_ptr() != end or weight.dtype != dtype or weight.stride() != strides:
             return None
@@ -77,3 +78,9 @@ def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     if not (by_rows or by_columns):
         return None
     return first.as_strided((outputs, first.shape[1]), first.stride())
+
+
+def _is_plain(map_: nn.Module) -> bool:
+    """Whether calling the map would do nothing but multiply by its weight: no other class, no hooks."""
+    hooks = map_._forward_hooks or map_._forward_pre_hooks or "forward" in map_.__dict__
+    return type(map_) is nn.Linear and not hooks

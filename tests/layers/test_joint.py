@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdn2.layers.joint import joint, lay_side_by_side
+from gdn2.layers.joint import joint, lay_side_by_side, single
 from tests.closeness import assert_close
 from tests.models.cases import make, tokens
 
@@ -95,6 +95,17 @@ def test_other_kinds_of_maps_are_called() -> None:
     biased = nn.Linear(5, 4).double()
     with torch.no_grad():
         assert_close("biased", joint(row(1, 1), biased)[0], biased(row(1, 1)), EXACT)
+
+
+def test_hooks_are_called() -> None:
+    three, seen = Three(), []
+    lay_side_by_side(three)
+    three.b.register_forward_hook(lambda *given: seen.append(given))
+    three.other.register_forward_pre_hook(lambda *given: seen.append(given))
+    with torch.no_grad():
+        joint(row(1, 1), *three.joint_maps)
+        single(three.other, torch.ones(1, 7, dtype=torch.float64))
+    assert len(seen) == 2
 
 
 def test_a_model_laid_out_for_steps_computes_the_same() -> None:
