@@ -6,17 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from gdn2.bench.operator import Plan
 
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
-def first_call_seconds(plan: Plan) -> dict[str, float]:
-    """Seconds of the first forward and backward of each operator at the first shape, Triton's cache empty."""
+
+def run_fresh(command: list[str]) -> dict[str, Any]:
+    """What a command of `gdn2` writes as JSON in a fresh process whose caches are empty."""
     with TemporaryDirectory() as folder:
         target = Path(folder) / "cold.json"
         done = subprocess.run(
-            [sys.executable, "-m", "gdn2", *_command(plan), "--json", str(target)],
-            env=os.environ | {"TRITON_CACHE_DIR": str(Path(folder) / "cache")},
+            [sys.executable, "-m", "gdn2", *command, "--json", str(target)],
+            env=os.environ | {name: str(Path(folder) / name) for name in CACHES},
             capture_output=True,
             text=True,
             check=False,
@@ -24,7 +27,13 @@ def first_call_seconds(plan: Plan) -> dict[str, float]:
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"cold: the fresh process failed: {last}")
-        (result,) = json.loads(target.read_text())["results"]
+        record: dict[str, Any] = json.loads(target.read_text())
+        return record
+
+
+def first_call_seconds(plan: Plan) -> dict[str, float]:
+    """Seconds of the first forward and backward of each operator at the first shape."""
+    (result,) = run_fresh(_command(plan))["results"]
     return {row["backend"]: row["first_seconds"] for row in result["rows"]}
 
 

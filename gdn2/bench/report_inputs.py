@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from gdn2.bench.synthetic import FORMAT as SYNTHETIC
 from gdn2.bench.synthetic import Cell
+from gdn2.bench.synthetic_report import JSON_FILE as GRID_FILE
 from gdn2.evals.report.evaluation import Evaluation, read_evaluation
 from gdn2.evals.results import FORMAT as RESULTS
 from gdn2.evals.run import RESULTS as RESULTS_FILE
@@ -58,15 +59,17 @@ class Inputs:
 
 
 def read_inputs(paths: Sequence[Path]) -> Inputs:
-    """Read folders of runs with the results.json in them, and files that `eval`, `bench` and `synthetic` wrote."""
+    """Read folders of runs with the results and grids in them, and files that `eval`, `bench` and `synthetic` wrote."""
     files: list[Path] = []
     runs: list[Run] = []
     for path in paths:
         if path.is_dir():
-            found = sorted(path.rglob(RESULTS_FILE))
+            found = [
+                file for name in (RESULTS_FILE, GRID_FILE) for file in sorted(path.rglob(name))
+            ]
             has_steps = (path / METRICS).is_file()
             if not found and not has_steps:
-                expected = f"a folder with a {METRICS} or a {RESULTS_FILE}"
+                expected = f"a folder with a {METRICS}, a {RESULTS_FILE} or a {GRID_FILE}"
                 raise ValueError(f"run: got {str(path)!r}, expected {expected}")
             runs += [_run(path)] if has_steps else []
             files += found

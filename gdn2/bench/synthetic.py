@@ -72,7 +72,7 @@ class Grid:
             fits = state % STATE_STEP == 0 and 0 < state <= LARGEST_STATE
             require(fits, "state", state, f"a multiple of {STATE_STEP} up to {LARGEST_STATE}")
         for rate in self.rates:
-            require(rate > 0, "rate", rate, "more than 0")
+            require(rate > 0, "lr", rate, "more than 0")
         require(self.steps >= 1, "steps", self.steps, "at least 1")
 
 

@@ -1,16 +1,9 @@
 """The first training step of a fresh process with nothing compiled: what a user waits for."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from gdn2.bench.cold import run_fresh
 from gdn2.bench.training import Plan
-
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def first_step_seconds(plan: Plan) -> dict[str, float | str]:
@@ -22,20 +15,11 @@ def first_step_seconds(plan: Plan) -> dict[str, float | str]:
 
 
 def _first_step(command: list[str]) -> float | str:
-    with TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in CACHES}
-        target = Path(folder) / "cold.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "gdn2", *command, "--json", str(target)],
-            env=os.environ | caches,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return (done.stderr.strip().splitlines() or ["no message"])[-1]
-        (row,) = json.loads(target.read_text())["result"]["rows"]
-        return row["failure"] or row["first_seconds"]
+    try:
+        (row,) = run_fresh(command)["result"]["rows"]
+    except ValueError as failure:
+        return str(failure)
+    return row["failure"] or row["first_seconds"]
 
 
 def _command(plan: Plan, preset: str, weights: str) -> list[str]:

@@ -67,7 +67,16 @@ def evaluate(
 
     from gdn2.bench.generation import find_dtype
     from gdn2.bench.timing import DTYPES, find_device
-    from gdn2.cli.results import AnswerBar, draw_needles, read_lengths, read_size, say, show
+    from gdn2.cli.results import (
+        AnswerBar,
+        check_heat_map,
+        draw_needles,
+        on_the_disk,
+        read_lengths,
+        read_size,
+        say,
+        show,
+    )
     from gdn2.evals import run
     from gdn2.evals.suites import CARRIED, Sources, tasks_of
 
@@ -79,13 +88,14 @@ def evaluate(
         tokenizer_name=tokenizer,
         batch_size=read_size(batch_size),
     )
-    with AnswerBar(Console(stderr=True)) as bar:
+    with AnswerBar(Console(stderr=True)) as bar, on_the_disk():
         if from_requests is not None:
             count = run.answer_requests(subject, from_requests, out, bar.show)
             typer.echo(f"{out / run.ANSWERS}: {count:,} requests are answered")
             return
         carried = (CARRIED,) if carry_state else ()
         names = tasks_of(suite or (), [*filter(None, tasks.split(",")), *carried])
+        check_heat_map(names, heat_map)
         sources = Sources(data=data, essays=essays, lengths=read_lengths(lengths), window=window)
         if save_requests is not None:
             saved = run.save_requests(subject, names, sources, save_requests, limit)
@@ -96,8 +106,8 @@ def evaluate(
             subject, names, sources, out, limit=limit, answers=answers, report=bar.show
         )
     show(record, console())
-    if heat_map is not None:
-        draw_needles(record, heat_map)
     typer.echo(f"results are in {out / run.RESULTS}")
     say({kind: record[kind] for kind in ("skipped", "failed")})
+    if heat_map is not None:
+        draw_needles(record, heat_map)
     raise typer.Exit(2 if record["failed"] else 0)

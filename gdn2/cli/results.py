@@ -1,5 +1,7 @@
 """An evaluation on the screen: options read, a bar of its answers, a table of its results."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from gdn2.evals.heatmap import heat_map
+from gdn2.evals.heatmap import check_picture, heat_map
 from gdn2.evals.needles import KINDS
 from gdn2.evals.run import Progress
 
@@ -71,6 +73,21 @@ def say(reasons: dict[str, dict[str, str]]) -> None:
     for kind, tasks in reasons.items():
         for reason in tasks.values():
             typer.echo(f"{kind}: {reason}", err=True)
+
+
+@contextmanager
+def on_the_disk() -> Iterator[None]:
+    """What cannot be read or written is a mistake of one line; what was found before stays where it is."""
+    try:
+        yield
+    except OSError as reason:
+        raise ValueError(f"got {reason}, expected what can be read and written") from None
+
+
+def check_heat_map(tasks: Sequence[str], file: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before anything is computed for it."""
+    if file is not None:
+        check_picture(file, [name for name in tasks if name in KINDS])
 
 
 def draw_needles(record: dict[str, Any], file: Path) -> None:

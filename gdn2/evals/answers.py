@@ -13,15 +13,24 @@ FORMAT = "gdn2 answers 1"
 class AnswerFile:
     """The answers of one model, by the keys of the requests."""
 
-    def __init__(self, path: Path, model: Mapping[str, Any] | None) -> None:
-        """Open a file of this model's answers, or begin one; without a model read whatever it has."""
+    def __init__(
+        self,
+        path: Path,
+        model: Mapping[str, Any] | None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open a file of this model's answers, or begin one; without a model read whatever it has.
+
+        `model` is what tells it from others; its config is only kept for whoever reads the answers.
+        """
         self.path = path
         self._known: dict[str, Answer] = {}
         self.model: Mapping[str, Any] = model or {}
+        self.config = config
         if model is None or (path.exists() and path.stat().st_size):
             self._read(model)
         else:
-            self._append({"format": FORMAT, "model": model})
+            self._append({"format": FORMAT, "model": model, "config": config})
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -41,11 +50,11 @@ class AnswerFile:
     def _read(self, model: Mapping[str, Any] | None) -> None:
         lines = self._lines()
         head = next(lines, {})
-        if head.get("format") != FORMAT:
+        if head.get("format") != FORMAT or not isinstance(head.get("model"), dict):
             raise ValueError(f"{self.path}: got another file, expected one in format {FORMAT!r}")
-        self.model = head["model"]
+        self.model, self.config = head["model"], head.get("config", self.config)
         if model is not None:
-            for name in {*model, *self.model}:
+            for name in {**model, **self.model}:
                 if model.get(name) != self.model.get(name):
                     raise ValueError(
                         f"{self.path}: got answers of a model with {name} {self.model.get(name)}, "
@@ -66,8 +75,12 @@ class AnswerFile:
                 file.truncate(end)
         for number, line in enumerate(content[:end].splitlines(), start=1):
             try:
-                yield json.loads(line)
+                found = json.loads(line)
             except ValueError as reason:
                 raise ValueError(
                     f"{self.path}, line {number}: got {reason}, expected JSON"
                 ) from None
+            wanted = set() if number == 1 else {"key", "answer"}
+            if not isinstance(found, dict) or not wanted <= found.keys():
+                raise ValueError(f"{self.path}, line {number}: got {found!r}, expected an answer")
+            yield found

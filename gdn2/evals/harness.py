@@ -36,7 +36,7 @@ def run_task(
         with redirect_stdout(out), redirect_stderr(err):
             return answer(requests)
 
-    with TemporaryDirectory() as folder, _silence():
+    with TemporaryDirectory() as folder, _silence(), _alone(evaluator):
         manager = _manager(name, data, Path(folder))
         try:
             found = evaluator.simple_evaluate(
@@ -89,6 +89,18 @@ def _silence() -> Iterator[None]:
         logging.getLogger(logger).setLevel(logging.ERROR)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
+
+
+@contextmanager
+def _alone(evaluator: Any) -> Iterator[None]:
+    """lm-eval would ask git, pip and others about the machine after each task; git complains outside a checkout."""
+    asking = ("get_git_commit_hash", "add_env_info")
+    known = {name: vars(evaluator)[name] for name in asking if name in vars(evaluator)}
+    try:
+        vars(evaluator).update(dict.fromkeys(known, lambda *_: None))
+        yield
+    finally:
+        vars(evaluator).update(known)
 
 
 def _readable(name: str, found: dict[str, Any]) -> dict[str, JSON]:

@@ -1,12 +1,13 @@
 """A picture of needle scores: accuracy by length and depth, a panel for each task."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from gdn2.data.extras import need
 from gdn2.evals.needle_task import BIN
 from gdn2.evals.request import JSON
+from gdn2.ops.arguments import require
 
 DEPTHS = range(0, 100, BIN)
 
@@ -20,12 +21,16 @@ def grid(summary: Mapping[str, JSON]) -> tuple[list[str], list[list[float | None
     ]
 
 
+def check_picture(file: Path, tasks: Collection[str]) -> None:
+    """Refuse a file that is no picture, and a picture of nothing."""
+    require(file.suffix == ".png", "heat map", repr(str(file)), "a name that ends in .png")
+    require(len(tasks) > 0, "heat map", "no results", "those of a needle task")
+    need("matplotlib.figure", "plot", "heat map")
+
+
 def heat_map(summaries: Mapping[str, Mapping[str, JSON]], file: Path) -> None:
     """Draw the summaries of needle tasks, by their titles, into a file."""
-    if file.suffix != ".png":
-        raise ValueError(f"heat map: got {str(file)!r}, expected a name that ends in .png")
-    if not summaries:
-        raise ValueError("heat map: got no results, expected those of a needle task")
+    check_picture(file, summaries)
     draw(summaries).savefig(file, dpi=150)
 
 

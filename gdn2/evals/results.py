@@ -12,20 +12,34 @@ from typing import Any
 import torch
 
 from gdn2.data.tokenizers import Tokenizer
+from gdn2.evals.answers import AnswerFile
 from gdn2.evals.encoding import check_vocabulary
+from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_json, standing
 from gdn2.models.folder import load_config
-from gdn2.models.presets import preset
+from gdn2.models.presets import preset, preset_names
+from gdn2.ops.arguments import require
 
 FORMAT = "gdn2 results 1"
 LIBRARIES = ("gdn2", "torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
 
 
-def describe(name: str, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
+def config_of(name: str) -> ModelConfig:
+    """Of the model in a folder, or of the preset of this name."""
+    folder = standing(Path(name))
+    if folder.is_dir():
+        return load_config(folder)
+    known = name in preset_names()
+    require(known, "model", repr(name), "a folder with a model, or a name that `gdn2 show` lists")
+    return preset(name)
+
+
+def describe(
+    name: str, config: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype
+) -> dict[str, Any]:
     """What tells the answers of one model from those of another; reads no weights into memory."""
     folder = standing(Path(name))
     own = folder.is_dir()
-    config = load_config(folder) if own else preset(name)
     check_vocabulary(tokenizer, config)
     return {
         "config": config.digest,
@@ -50,14 +64,17 @@ def libraries() -> dict[str, str]:
 class Results:
     """A file of results, written anew after each task; other tasks' earlier results of the same model are kept."""
 
-    def __init__(self, path: Path, model: Mapping[str, Any], name: str) -> None:
+    def __init__(self, path: Path, answers: AnswerFile, name: str) -> None:
+        """Open the file of whose answers these are, by the name it was given."""
         self.path = path
         older = read_json(path) if path.exists() else {}
-        kept = older if older.get("model") == dict(model) else {}
+        model = dict(answers.model)
+        kept = older if older.get("model") == model else {}
         self.record: dict[str, Any] = {
             "format": FORMAT,
             "name": name,
-            "model": dict(model),
+            "model": model,
+            "config": answers.config,
             "libraries": libraries(),
             "tasks": kept.get("tasks", {}),
             "skipped": {},

@@ -13,7 +13,7 @@ from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests
-from gdn2.evals.results import Results, describe, libraries
+from gdn2.evals.results import Results, config_of, describe, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
 from gdn2.layers.joint import lay_side_by_side
@@ -56,9 +56,12 @@ class Subject:
         folder = standing(Path(self.name))
         return load_tokenizer(self.tokenizer_name or (folder if folder.is_dir() else BYTES))
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        return describe(self.name, self.tokenizer, self.dtype)
+    def answers(self, folder: Path) -> AnswerFile:
+        """Its answers in a folder, which is made where there is none."""
+        config = config_of(self.name)
+        identity = describe(self.name, config, self.tokenizer, self.dtype)
+        folder.mkdir(parents=True, exist_ok=True)
+        return AnswerFile(folder / ANSWERS, identity, config.to_dict())
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -113,10 +116,10 @@ def evaluate(
     again goes on where it was. With `answers`, a file of them from elsewhere, no model is needed.
     """
     check_limit(limit)
-    out.mkdir(parents=True, exist_ok=True)
-    given = AnswerFile(answers, None) if answers else AnswerFile(out / ANSWERS, subject.identity)
+    given = AnswerFile(answers, None) if answers else subject.answers(out)
     answerer = Answerer(None if answers else subject, given, report)
-    results = Results(out / RESULTS, given.model, subject.name)
+    out.mkdir(parents=True, exist_ok=True)
+    results = Results(out / RESULTS, given, subject.name)
     results.record["protocol"] = {"limit": limit, **_plain(sources), "device": str(subject.device)}
     for name in tasks:
         began = monotonic()
@@ -172,8 +175,7 @@ def answer_requests(
         raise ValueError(
             f"tokenizer: got one with checksum {own}, expected {about['tokenizer']} as in {file}"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    answerer = Answerer(subject, AnswerFile(out / ANSWERS, subject.identity), report)
+    answerer = Answerer(subject, subject.answers(out), report)
     for name in dict.fromkeys(request.task for request in requests):
         answerer([request for request in requests if request.task == name])
     return len(requests)

@@ -17,6 +17,7 @@ from gdn2.evals.recall_data import RECALL_SETS
 from gdn2.evals.request import JSON, Task
 from gdn2.evals.scoring import Answers
 from gdn2.layers.plain import nearest
+from gdn2.ops.arguments import require
 
 LM = ("wikitext", "lambada_openai")
 CARRIED = "wikitext_carried"  # the same documents, with the state carried from window to window
@@ -69,6 +70,12 @@ class Sources:
     essays: Path | None = None
     lengths: tuple[int, ...] | None = None  # of needles; else the paper's
     window: int = 4096  # tokens of a perplexity's windows
+
+    def __post_init__(self) -> None:
+        for name, path in (("data", self.data), ("essays", self.essays)):
+            is_there = path is None or path.exists()
+            require(is_there, name, f"no {path}", "a path that is there")
+        require(self.window >= 1, "window", self.window, "at least 1")
 
     @property
     def nltk_data(self) -> Path | None:
@@ -147,13 +154,12 @@ def make_job(name: str, sources: Sources) -> Job:
     if name in RECALL_SETS:
         _check_there(name, lambda place: find_rows(place, RECALL_SETS[name].stems), data)
         return OwnJob(recall_task(name, data))
-    if name == CARRIED:
-        return HarnessJob("wikitext", None, data)
-    if name in SOURCES:
-        _check_there(name, lambda place: find_file(name, place), data)
+    stock, window = ("wikitext", None) if name == CARRIED else (name, sources.window)
+    if stock in SOURCES:
+        _check_there(name, lambda place: find_file(stock, place), data)
     elif data is not None:
         raise ValueError(f"task: got {name!r}, expected {nearest(name, SUITES['all'])}")
-    return HarnessJob(name, sources.window, data)
+    return HarnessJob(stock, window, data)
 
 
 def _check_there(name: str, find: Callable[[Path], Path], data: Path | None) -> None:

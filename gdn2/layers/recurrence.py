@@ -28,7 +28,7 @@ def run_rule(
 
 def _chunk_size(q: Tensor, sequences: int) -> int:
     """On a CPU the smallest chunk that holds a sequence of mean length: what fills up short ones is computed too."""
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or torch.compiler.is_compiling():  # one graph serves all lengths
         return CHUNK
     tokens = q.shape[0] * q.shape[1]
     return next((size for size in SMALLER if sequences * size >= tokens), CHUNK)

@@ -105,6 +105,14 @@ def test_needles_and_their_picture(place: Path) -> None:
         (["--tasks", "boolq", "--tokenizer", "bytes"], "error: tokenizer: got bytes of 256 tokens"),
         (["--tasks", "boolqq"], "failed: boolqq: task: got 'boolqq', expected boolq"),
         (["--tasks", "boolq", "--answers", "nowhere"], "error: nowhere: got No such file"),
+        (["--tasks", "boolq", "--data", "nowhere"], "error: data: got no nowhere, expected a path"),
+        (["--suite", "niah", "--essays", "none"], "error: essays: got no none, expected a path"),
+        (["--tasks", "boolq", "--window", "0"], "error: window: got 0, expected at least 1"),
+        (["--tasks", "boolq", "--heat-map", "a.png"], "error: heat map: got no results, expected"),
+        (
+            ["--suite", "niah", "--heat-map", "a.pdf"],
+            "error: heat map: got 'a.pdf', expected a name",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(options: list[str], message: str, place: Path) -> None:
@@ -112,6 +120,31 @@ def test_a_mistake_is_one_line(options: list[str], message: str, place: Path) ->
     assert result.exit_code == 2
     (said,) = [line for line in result.stderr.splitlines() if "expected" in line]
     assert said.startswith(message)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(place: Path) -> None:
+    result = run(place, "--tasks", "boolq", "--out", place / "tokenizer.json")
+    assert result.exit_code == 2
+    (said,) = [line for line in result.stderr.splitlines() if line]
+    assert said.startswith("error: got [Errno 17] File exists: ")
+
+
+def test_a_model_that_is_not_there_is_one_line(place: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", "gdn2-15n", "--suite", "lm", "--out", str(place)])
+    assert result.exit_code == 2
+    (said,) = [line for line in result.stderr.splitlines() if line]
+    assert said.startswith(
+        "error: model: got 'gdn2-15n', expected a folder with a model, or a name"
+    )
+
+
+def test_git_and_others_are_not_asked(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """lm-eval asks git where it is, which complains past Python's standard error."""
+    monkeypatch.chdir(place)
+    assert run(place, "--tasks", "boolq", "--out", place / "out").exit_code == 0
+    assert "git" not in capfd.readouterr().err
 
 
 def test_a_killed_process_loses_nothing(place: Path) -> None:

@@ -49,10 +49,12 @@ def run(tmp_path: Path) -> Path:
 def files(tmp_path: Path) -> list[Path]:
     """Evaluations, speeds and a grid, each in a file."""
     rows = [("gdn2-1.3b-hybrid", "8x2048", 50_123.0), ("gdn2-1.3b-hybrid", "1x16384", None)]
-    unknown = replace(preset("gdn2-15m"), vocab_size=77)
     return [
         put(tmp_path / "a.json", results("gdn2-15m", preset("gdn2-15m"), shift=2.0)),
-        put(tmp_path / "b.json", results(NASTY, unknown, needles=False)),
+        put(
+            tmp_path / "b.json",
+            results(NASTY, preset("gdn2-15m"), needles=False) | {"config": None},
+        ),
         put(tmp_path / "speed.json", bench(*rows, ("gdn2-1m", "2x256", 7.0), machine="H200 <1>")),
         put(tmp_path / "grid.json", grid()),
     ]
@@ -103,11 +105,9 @@ def test_markdown_says_the_same_beside_its_pictures(
     assert "- piqa: how piqa is asked; 5 samples; only the first 5" in text
 
 
-def test_a_run_tells_the_kind_of_its_model(run: Path) -> None:
-    inputs = read_inputs([run])
-    (evaluation,) = inputs.evaluations
-    assert evaluation.config == inputs.runs[0].config.model
-    assert read_inputs([run / "eval"]).evaluations[0].config is None
+def test_results_tell_the_kind_of_their_model(run: Path) -> None:
+    (evaluation,) = read_inputs([run / "eval"]).evaluations
+    assert evaluation.config == read_inputs([run]).runs[0].config.model
     assert len(read_inputs([run, run / "eval", run / "eval" / "results.json"]).evaluations) == 1
 
 
@@ -177,8 +177,12 @@ def test_the_synthetic_grid_by_one_command(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "mqar" / "synthetic.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(synthetic, "train", lambda config: pytest.fail("was trained before"))
     assert gdn2(*words).exit_code == 0
-    report = gdn2("report", tmp_path / "mqar" / "synthetic.json", "--out", tmp_path / "report")
+    report = gdn2("report", tmp_path, "--out", tmp_path / "report")
     assert report.exit_code == 0, report.output
+    (tmp_path / "file").touch()
+    result = gdn2(*words[:-1], tmp_path / "file")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: got [Errno 20] Not a directory: ")
     result = gdn2(*words, "--state", "7")
     assert result.exit_code == 2
     assert result.stderr == "error: state: got 7, expected a multiple of 512 up to 16384\n"

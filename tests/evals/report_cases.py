@@ -32,6 +32,7 @@ def results(
         "format": FORMAT,
         "name": name,
         "model": {"config": config.digest, "weights": "0f", "step": 40},
+        "config": config.to_dict(),
         "tasks": tasks,
         "skipped": {"other": "no data"},
         "failed": {},

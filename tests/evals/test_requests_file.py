@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gdn2.evals.answers import AnswerFile
+from gdn2.evals.answers import FORMAT, AnswerFile
 from gdn2.evals.request import Request
 from gdn2.evals.requests_file import WINDOW, key_of, read_requests, write_requests
 
@@ -69,7 +69,7 @@ MODEL = {"config": "abc", "step": 5}
 
 def test_answers_go_on_after_a_torn_line(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
-    begun = AnswerFile(file, MODEL)
+    begun = AnswerFile(file, MODEL, {"vocab_size": 7})
     begun.add("a", [-0.1 - 0.2, True])
     begun.add("b", "text\u2028\n")
     with file.open("a") as torn:
@@ -79,7 +79,7 @@ def test_answers_go_on_after_a_torn_line(tmp_path: Path) -> None:
     assert "c" not in again
     again.add("c", -1.5)
     assert AnswerFile(file, None)["c"] == -1.5
-    assert AnswerFile(file, None).model == MODEL
+    assert (again.model, again.config) == (MODEL, {"vocab_size": 7})
     assert len(file.read_text().splitlines()) == 4
 
 
@@ -93,5 +93,9 @@ def test_answers_of_another_model_are_refused_and_kept(tmp_path: Path) -> None:
     file.write_text(json.dumps({"format": "other"}) + "\n")
     with pytest.raises(ValueError, match="got another file, expected one in format 'gdn2 answers"):
         AnswerFile(file, MODEL)
+    for line in ("[]", '{"key": "a"}'):
+        file.write_text(json.dumps({"format": FORMAT, "model": MODEL}) + f"\n{line}\n")
+        with pytest.raises(ValueError, match=r"line 2: got .*, expected an answer"):
+            AnswerFile(file, MODEL)
     with pytest.raises(ValueError, match="No such file or directory, expected answers"):
         AnswerFile(tmp_path / "nowhere", None)

@@ -70,7 +70,9 @@ def test_results_say_whose_they_are_and_how_they_were_found(place: Path) -> None
     record = evaluate(subject(place), tasks, sources(place), place / "out", report=seen.append)
     assert record == json.loads((place / "out/results.json").read_text())
     assert record["model"]["step"] == 120
-    assert record["model"]["config"] == subject(place).scorer.model.config.digest
+    config = subject(place).scorer.model.config
+    assert record["model"]["config"] == config.digest
+    assert ModelConfig.from_dict(record["config"]) == config
     assert record["libraries"]["torch"] == torch.__version__
     assert record["tasks"]["boolq"]["version"] == "2.0"
     assert record["tasks"]["boolq"]["samples"] == 2
@@ -146,7 +148,7 @@ def test_answers_from_elsewhere_give_the_same_results(
     monkeypatch.setattr(run, "open_model", None)
     answers = place / "gpu/answers.jsonl"
     joined = evaluate(subject(place), tasks, asked, place / "out", limit=2, answers=answers)
-    assert joined["model"] == expected["model"]
+    assert (joined["model"], joined["config"]) == (expected["model"], expected["config"])
     for name in tasks:
         assert joined["tasks"][name]["metrics"] == expected["tasks"][name]["metrics"]
     more = evaluate(subject(place), ["piqa"], asked, place / "out", answers=answers)
@@ -164,13 +166,13 @@ def test_requests_of_another_tokenizer_are_refused(place: Path) -> None:
 
 
 def test_missing_data_are_skipped_and_wrong_ones_fail(place: Path) -> None:
-    for file in place.glob("data/piqa*"):
+    for file in (*place.glob("data/piqa*"), *place.glob("data/wikitext*")):
         file.unlink()
     (place / "data/swde.jsonl").write_text('{"text": "A film."}\n')
-    tasks = ["piqa", "swde", "niah_single_2", "boolq"]
+    tasks = ["piqa", "swde", "niah_single_2", "boolq", "wikitext", CARRIED]
     record = evaluate(subject(place), tasks, sources(place), place / "out")
     assert list(record["tasks"]) == ["boolq"]
-    assert set(record["skipped"]) == {"piqa", "niah_single_2"}
+    assert set(record["skipped"]) == {"piqa", "niah_single_2", "wikitext", CARRIED}
     assert "got no essays" in record["skipped"]["niah_single_2"]
     assert "row 1: got fields text, expected also 'key'" in record["failed"]["swde"]
 

@@ -175,7 +175,7 @@ def test_the_best_rate_counts(trainer: Trainer, tmp_path: Path) -> None:
     [
         ({"families": ["gdn3"]}, "family: got 'gdn3', expected gdn or gdn2"),
         ({"states": [500]}, "state: got 500, expected a multiple of 512 up to 16384"),
-        ({"rates": [0.0]}, "rate: got 0.0, expected more than 0"),
+        ({"rates": [0.0]}, "lr: got 0.0, expected more than 0"),
         ({"steps": 0}, "steps: got 0, expected at least 1"),
     ],
 )

@@ -1,6 +1,6 @@
 """An evaluation as the report sees it: whose numbers, the numbers by name, and how they came about."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ from gdn2.evals.report.paper import needle_measure
 from gdn2.evals.results import FORMAT
 from gdn2.evals.suites import COLUMNS, columns
 from gdn2.models.config import ModelConfig
-from gdn2.models.presets import preset, preset_names
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model's results; `config` is None where nothing that was given tells it."""
+    """One model's results; `config` is None where the answers came without it."""
 
     label: str
     config: ModelConfig | None
@@ -25,15 +24,13 @@ class Evaluation:
     notes: tuple[str, ...]  # protocol of each task, and what was left out
 
 
-def read_evaluation(
-    record: Mapping[str, Any], where: Path, known: Iterable[ModelConfig]
-) -> Evaluation:
-    """Read what `gdn2 eval` wrote; the model's config is the known one of the same digest, or its preset's."""
+def read_evaluation(record: Mapping[str, Any], where: Path) -> Evaluation:
+    """Read what `gdn2 eval` wrote."""
     try:
-        model, tasks = record["model"], record["tasks"]
+        model, tasks, config = record["model"], record["tasks"], record.get("config")
         return Evaluation(
             label=_label(record["name"], model["weights"], model["step"]),
-            config=_config(record["name"], model["config"], known),
+            config=None if config is None else ModelConfig.from_dict(config),
             measures={n: float(v) for n, v in (columns(tasks) | _needle_measures(tasks)).items()},
             needles=_needles(tasks),
             notes=tuple(_notes(record)),
@@ -47,11 +44,6 @@ def _label(name: str, weights: str, step: int | None) -> str:
     if weights == "random":
         return f"{name}, random weights"
     return str(name) if step is None else f"{name}, step {step}"
-
-
-def _config(name: str, digest: str, known: Iterable[ModelConfig]) -> ModelConfig | None:
-    presets = [preset(name)] if name in preset_names() else []
-    return next((config for config in (*known, *presets) if config.digest == digest), None)
 
 
 def _needle_measures(tasks: Mapping[str, Any]) -> dict[str, float]:
