@@ -205,7 +205,16 @@ class SentencePieceTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / SENTENCEPIECE).write_bytes(self._content)
-        _save_config(folder, self._config)
+        _save_config(folder, self._config or json.dumps(self._described(), indent=1).encode())
+
+    def _described(self) -> dict[str, Any]:
+        """What transformers has to be told to see the same tokens: alone it puts no token before a text."""
+        special = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        tokens = {n: self._inner.id_to_piece(i) for n, i in special.items() if i is not None}
+        return {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": "bos_token" in tokens,
+        } | tokens
 
     @staticmethod
     def _if_any(token: int) -> int | None:

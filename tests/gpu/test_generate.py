@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import gdn2
+from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.decode import Decoding, EagerSteps, GraphSteps, Steps
 from gdn2.models.generate import Stop, collect, generate, go_on
 from gdn2.models.language_model import LanguageModel
@@ -90,6 +91,26 @@ def test_ragged_batches_and_forks_in_fp64(sampling: Sampling) -> None:
     history = [rows[2]] * 64
     forked = go_on(model, prefill(model, [rows[2]]).fork(64), history, sampling=sampling, stop=stop)
     assert collect(forked, 64) == generate(model, history, sampling=sampling, stop=stop)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_steps_agree_with_plain_ones(rows: int, dtype: torch.dtype, most: float) -> None:
+    """Where gradients are not needed a step takes other kernels, and for one row other products."""
+    model = make("gdn2-1m-hybrid", dtype)
+    lay_side_by_side(model)
+    state = prefill(model, prompts(*[70] * rows)).state
+    plain, fused = state, state.clone()
+    for token in torch.randint(32000, (4, rows, 1), device="cuda"):
+        right, _, after = model(token, plain)
+        assert after is not None
+        plain = after.map(torch.Tensor.detach)
+        with torch.no_grad():
+            found = model(token, fused, inplace=True).logits
+        assert right is not None
+        assert found is not None
+        error = (found - right).float().norm() / right.float().norm()
+        assert error < most
 
 
 @pytest.mark.parametrize("name", ["gdn2-1m", "gdn2-1m-hybrid"])
