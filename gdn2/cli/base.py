@@ -15,11 +15,14 @@ class Verbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as mistake:  # a file that cannot be read or written is one too
-            if isinstance(mistake, BrokenPipeError):
-                raise
-            typer.echo(f"error: {mistake}", err=True)
-            raise typer.Exit(2) from None
+        except ValueError as mistake:
+            line = str(mistake)
+        except BrokenPipeError:  # whoever read the output has left, such as `head`
+            raise
+        except OSError as reason:
+            line = f"got {reason}, expected what can be read and written"
+        typer.echo(f"error: {line}", err=True)
+        raise typer.Exit(2)
 
 
 app = typer.Typer(

@@ -71,7 +71,6 @@ def evaluate(
         AnswerBar,
         check_heat_map,
         draw_needles,
-        on_the_disk,
         read_lengths,
         read_size,
         say,
@@ -88,7 +87,7 @@ def evaluate(
         tokenizer_name=tokenizer,
         batch_size=read_size(batch_size),
     )
-    with AnswerBar(Console(stderr=True)) as bar, on_the_disk():
+    with AnswerBar(Console(stderr=True)) as bar:
         if from_requests is not None:
             count = run.answer_requests(subject, from_requests, out, bar.show)
             typer.echo(f"{out / run.ANSWERS}: {count:,} requests are answered")

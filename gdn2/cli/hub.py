@@ -1,8 +1,6 @@
 """The verbs that exchange models with others: options, without logic."""
 
 # ruff: noqa: PLC0415 (what a verb needs is imported when it runs, so that help is quick)
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +58,7 @@ def import_checkpoint(
         tied=tied,
     )
     model = import_model(read_checkpoint(checkpoint), unsaid)
-    with _writing(), TemporaryDirectory() as files:
+    with TemporaryDirectory() as files:
         if own is None:
             save_model(model, folder)
         else:
@@ -94,18 +92,8 @@ def export(
     source = find_model(run, step)
     own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None
     bos, eos = (None, None) if own is None else (own.bos_id, own.eos_id)
-    with _writing():
-        export_run(run, folder, step=step, bos_id=bos, eos_id=eos, results=results)
+    export_run(run, folder, step=step, bos_id=bos, eos_id=eos, results=results)
     typer.echo(f"wrote {folder}")
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """A disk that is full or a folder of somebody else's is a mistake like others."""
-    try:
-        yield
-    except OSError as reason:
-        raise ValueError(f"folder: got {reason}, expected one that can be written") from None
 
 
 def _need_transformers() -> None:

@@ -53,16 +53,14 @@ def synthetic(
     """
     from gdn2.bench.synthetic import find_grid, run
     from gdn2.bench.synthetic_report import JSON_FILE, PICTURE_FILE, check_drawable, plot, render
-    from gdn2.cli.results import on_the_disk
 
     check_drawable()
     chosen = find_grid(grid, families=family, states=state, rates=lr, steps=steps)
     place = folder / grid
-    with on_the_disk():
-        place.mkdir(parents=True, exist_ok=True)
-        result = run(
-            grid, chosen, place, device, lambda so_far: write(place / JSON_FILE, so_far.as_json())
-        )
+    place.mkdir(parents=True, exist_ok=True)
+    result = run(
+        grid, chosen, place, device, lambda so_far: write(place / JSON_FILE, so_far.as_json())
+    )
     if result.cells:
         render(result, console())
         plot(result.cells, place / PICTURE_FILE)

@@ -1,7 +1,6 @@
 """An evaluation on the screen: options read, a bar of its answers, a table of its results."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,6 @@ def say(reasons: dict[str, dict[str, str]]) -> None:
     for kind, tasks in reasons.items():
         for reason in tasks.values():
             typer.echo(f"{kind}: {reason}", err=True)
-
-
-@contextmanager
-def on_the_disk() -> Iterator[None]:
-    """What cannot be read or written is a mistake of one line; what was found before stays where it is."""
-    try:
-        yield
-    except OSError as reason:
-        raise ValueError(f"got {reason}, expected what can be read and written") from None
 
 
 def check_heat_map(tasks: Sequence[str], file: Path | None) -> None:

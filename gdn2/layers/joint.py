@@ -48,8 +48,10 @@ def lay_side_by_side(root: nn.Module) -> None:
         weights = [map_.weight for map_ in group]
         if weights[0].device.type == "cpu":
             block = torch.cat([weight.data.t() for weight in weights], 1).t()
-        else:
+        elif len(weights) > 1:
             block = torch.cat([weight.data for weight in weights])
+        else:
+            continue
         for weight, part in zip(weights, block.split([len(w) for w in weights]), strict=True):
             weight.data = part
 

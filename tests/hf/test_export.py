@@ -174,7 +174,7 @@ def test_what_cannot_be_written_or_read_leaves_nothing(run: Path) -> None:
     (run.parent / "file").write_text("")
     failed = command("export", run, run.parent / "file" / "m")
     assert failed.exit_code == 2
-    assert "error: folder: got [Errno 20]" in failed.output
+    assert "error: got [Errno 20]" in failed.output
     (run / "config.json").unlink()
     failed = command("export", run, run.parent / "m")
     assert failed.exit_code == 2

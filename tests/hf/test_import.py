@@ -292,4 +292,4 @@ def test_the_command_takes_any_tokenizer_that_fits(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = CliRunner().invoke(app, [*command[:-2], str(tmp_path / "file/m")])
     assert refused.exit_code == 2
-    assert "error: folder: got [Errno 20]" in refused.output
+    assert "error: got [Errno 20]" in refused.output
