@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn2.evals.prefixes import Batching, Tokens, batches, prefill_all, select
+from gdn2.evals.prefixes import Batching, Tokens, batches, prefill_all
 from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import Prefilled
@@ -40,21 +40,30 @@ def log_likelihoods(
         lengths = [len(pairs[i].continuation) for _, i in found]
         for batch in batches(range(len(found)), lengths, batching):
             parents, here = zip(*(found[j] for j in batch), strict=True)
-            forked = select(ready, list(parents))
             texts = [pairs[i].continuation for i in here]
-            yield from zip(here, _go_through(model, forked, texts, batching.tokens), strict=True)
+            found_here = _go_through(model, ready, parents, texts, batching.tokens)
+            yield from zip(here, found_here, strict=True)
 
 
 @torch.no_grad()
 def _go_through(
-    model: LanguageModel, ready: Prefilled, texts: Sequence[Tokens], most: int
+    model: LanguageModel,
+    ready: Prefilled,
+    parents: Sequence[int],
+    texts: Sequence[Tokens],
+    most: int,
 ) -> list[Likelihood]:
-    """The likelihood of each row's text; the first token's is in the logits, the others' in those after them."""
+    """The likelihood of each text after a row of `ready`; its first token's is in the logits, the others' come after.
+
+    A row is copied only for the texts that go on.
+    """
     device = ready.logits.device
-    logs, misses = _look_up(ready.logits, torch.tensor([text[0] for text in texts], device=device))
+    first = torch.tensor([text[0] for text in texts], device=device)
+    logs, misses = _look_up(ready.logits[list(parents)], first)
     going = [row for row, text in enumerate(texts) if len(text) > 1]
     if going:
-        state, columns = select(ready, going).state, max(1, most // len(going))
+        state = ready.state.select([parents[row] for row in going])
+        columns = max(1, most // len(going))
         for start in range(0, max(map(len, texts)) - 1, columns):
             pieces = [texts[row][start : start + columns + 1] for row in going]
             inputs = [piece[:-1] for piece in pieces]

@@ -13,7 +13,7 @@ from gdn2.ops.arguments import require
 Tokens: TypeAlias = tuple[int, ...]
 
 WORTH = 64  # tokens that prompts must share before another call for them pays: a chunk of the rule
-STATE_BYTES = {"cpu": 2**30, "cuda": 2**33}
+STATE_BYTES = {"cpu": 2**27, "cuda": 2**33}
 LOGIT_BYTES = 2**31  # of all tokens of a call
 MOST_ROWS = 512
 

@@ -13,7 +13,7 @@ from gdn2.ops.rotary import apply_rotary
 
 
 class AttentionMixer(nn.Module):
-    """Causal attention with rotary embedding; its state is a cache, a ring of `window` slots or one that grows."""
+    """Causal attention with rotary embedding; its state is a cache, with a window one that stops growing."""
 
     def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
         super().__init__()
@@ -52,14 +52,15 @@ class AttentionMixer(nn.Module):
         return [self.q_proj, self.k_proj, self.v_proj]
 
     def new_state(self, rows: int, capacity: int = 0) -> KVCache:
-        """A cache that makes its slots when the first tokens come, or has room for `capacity` at once."""
-        slots = capacity if self.config.window is None or capacity == 0 else self.config.window
+        """A cache that makes its slots when tokens come, or has room for `capacity` at once."""
+        slots = capacity if self.config.window is None else min(capacity, self.config.window)
         like = self.out_proj.weight.new_empty(0, 0, self.config.kv_heads, self.config.head_dim)
         return KVCache.empty(rows, slots, like)
 
     def reserve(self, state: KVCache, tokens: int) -> KVCache:
-        """Room for `tokens` more, so that steps in place need no other memory; a ring has all it needs."""
-        return state.reserve(tokens) if self.config.window is None else state
+        """Room for `tokens` more, so that steps in place need no other memory; a ring gets all it may ever need."""
+        window = self.config.window
+        return state.reserve(tokens if window is None else window - state.capacity)
 
     def core_flops(self, length: int) -> float:
         """Forward, per token of a sequence of this length, without the linear maps."""

@@ -124,7 +124,7 @@ class LanguageModel(nn.Module):
         return ModelState(states, seen, self._digest)
 
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
-        """Room for `tokens` more in the caches of full attention, which steps in place cannot make."""
+        """Room for `tokens` more in the caches of attention, which steps in place cannot make."""
         layers = list(state.layers)
         for i, (mixer, layer) in enumerate(zip(self.mixers, state.layers, strict=True)):
             if isinstance(mixer, AttentionMixer) and isinstance(layer, KVCache):

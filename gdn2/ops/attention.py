@@ -36,10 +36,9 @@ def attention(
     d**-0.5 unless given. `cu_seqlens` packs sequences in a batch of one; the cache then has one row per sequence, ready
     to go on as a batch.
 
-    Any split of a sequence into calls that hand on the cache equals one whole call. A ring keeps its size; the cache of
-    full attention grows with each call unless `inplace` writes into the slots that `KVCache.reserve` made. Overfilling
-    those is a ValueError on the CPU and for packed sequences; elsewhere, where looking would stall each step, the rows
-    concerned turn to NaN.
+    Any split of a sequence into calls that hand on the cache equals one whole call. The cache grows with each call, for
+    a window up to its size, unless `inplace` writes into the slots that `KVCache.reserve` made. Overfilling those is a
+    ValueError; where looking would stall each step, or a graph is captured, the rows concerned turn to NaN.
 
     `backend` "sdpa" runs anywhere; "flex", FlexAttention compiled, needs CUDA and no incoming cache, and "auto" chooses
     it wherever it spares a mask. `block_mask`, from `causal_block_mask`, is read by "flex" alone; let all layers of one
@@ -63,13 +62,12 @@ def attention(
                 block_mask = causal_block_mask(q.shape[1], window, cu_seqlens, device=q.device)
             y = _flex(q, k, v, block_mask, scale)
         elif cu_seqlens is not None:
-            pieces = _sequences(q, k, v, cu_seqlens, cache)
-            y = torch.cat([_dense(*piece, window, scale) for piece in pieces], dim=1)
+            y = _packed(q, k, v, cu_seqlens, cache, window, scale)
         else:
             y = _dense(q, k, v, cache, window, scale)
         if cache is not None or output_cache:
             updated = _append(cache, k, v, window, cu_seqlens, inplace)
-    if updated is not None and inplace and window is None and cu_seqlens is None:
+    if updated is not None and inplace and cu_seqlens is None and _may_overflow(updated, window):
         y = y.masked_fill((updated.seen > updated.capacity)[:, None, None, None], float("nan"))
     return y, updated
 
@@ -121,29 +119,87 @@ def _append(
     cu_seqlens: Tensor | None,
     inplace: bool,
 ) -> KVCache:
-    """Return the cache, or a first one, after k and v; full attention's grows unless `inplace`."""
-    lengths = None if cu_seqlens is None else cu_seqlens.diff()
+    """Return the cache, or a first one, after k and v; one with too few slots grows unless `inplace`."""
+    added = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if cache is None:
-        rows = k.shape[0] if lengths is None else lengths.shape[0]
-        cache = KVCache.empty(rows, window or 0, k)
-    if window is None and not inplace:
-        cache = cache.reserve(k.shape[1] if lengths is None else int(lengths.max()))
-    elif window is None and (lengths is not None or k.device.type == "cpu") and not is_compiling():
-        needed = int((cache.seen + (k.shape[1] if lengths is None else lengths)).max())
-        if needed > cache.capacity:
-            raise ValueError(f"cache has capacity {cache.capacity}, expected at least {needed}")
+        cache = KVCache.empty(k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, 0, k)
+    if _may_overflow(cache, window):
+        if inplace:
+            _check_room(cache, added, window)
+        else:
+            cache = cache.reserve(_room(cache, added, window))
     return cache.append(k, v, cu_seqlens, inplace=inplace)
 
 
-def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cache: KVCache | None
-) -> list[tuple[Tensor, Tensor, Tensor, KVCache | None]]:
-    """Return each packed sequence with its own past: nothing to mask, nothing computed in vain."""
-    lengths = cu_seqlens.diff().tolist()
-    pasts: list[KVCache | None] = [None] * len(lengths)
+def _may_overflow(cache: KVCache, window: int | None) -> bool:
+    """A ring with fewer slots than its window has never gone round and would be torn."""
+    return window is None or cache.capacity < window
+
+
+def _room(cache: KVCache, added: int | Tensor, window: int | None) -> int:
+    """Return how many more slots to make: for one step all of the window, since more will follow."""
+    most = added if isinstance(added, int) else int(added.max()) if len(added) else 0
+    if window is None:
+        return most
+    return window - cache.capacity if most == 1 else min(window - cache.capacity, most)
+
+
+def _check_room(cache: KVCache, added: int | Tensor, window: int | None) -> None:
+    """Refuse to overfill a cache in place, where looking does not stall each step."""
+    seen = cache.seen
+    stalls = window is None and isinstance(added, int) and seen.is_cuda
+    if stalls or is_compiling() or (seen.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    needed = int((seen + added).max()) if len(seen) else 0
+    if needed > cache.capacity:
+        raise ValueError(
+            f"cache has capacity {cache.capacity}, expected at least "
+            f"{needed if window is None else min(needed, window)}: reserve it before steps in place"
+        )
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cache: KVCache | None,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Return attention within packed sequences, each with its own past: those of similar lengths as one batch.
+
+    A call for each of hundreds of short ones would be mostly launches. What fills up a batch lies after all tokens of
+    its row, so nothing sees it. Slots that no row has reached are left out.
+    """
+    lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1]
+    known = lengths.tolist()
     if cache is not None:
-        pasts = [KVCache(*row) for row in zip(*(torch.split(x, 1) for x in cache), strict=True)]
-    return list(zip(*(torch.split(x, lengths, 1) for x in (q, k, v)), pasts, strict=True))
+        reached = min(cache.capacity, int(cache.seen.max()) if len(cache.seen) else 0)
+        cache = KVCache(cache.keys[:, :reached], cache.values[:, :reached], cache.seen)
+    outputs, places = [q[0, :0]], [starts[:0]]
+    for group in _similar(known):
+        rows = torch.tensor(group, device=q.device)
+        offsets = torch.arange(known[group[0]], device=q.device)
+        inside = offsets < lengths[rows][:, None]
+        tokens = starts[rows][:, None] + torch.minimum(offsets, lengths[rows][:, None] - 1)
+        past = None if cache is None else KVCache(*(x[rows] for x in cache))
+        y = _dense(q[0, tokens], k[0, tokens], v[0, tokens], past, window, scale)
+        outputs.append(y[inside])
+        places.append(tokens[inside])
+    return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
+
+
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Return the rows in lists, the longest of each first and the others at least three quarters as long."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if lengths[row] == 0:
+            break
+        if not groups or 4 * lengths[row] < 3 * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def _dense(
@@ -265,7 +321,7 @@ def _check(
         raise ValueError(f"window is {window}, expected None or at least 1")
     operands = {"k": (k, batch, length), "v": (v, batch, length)}
     if cache is not None:
-        capacity = cache.capacity if window is None else window
+        capacity = cache.capacity if window is None else min(cache.capacity, window)
         operands |= {"cache.keys": (cache.keys, rows, capacity)}
         operands |= {"cache.values": (cache.values, rows, capacity)}
     for name, (operand, *shape) in operands.items():

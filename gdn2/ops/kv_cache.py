@@ -12,8 +12,9 @@ from gdn2.ops.packing import positions, sequence_ids
 class KVCache(NamedTuple):
     """The keys and values [rows, capacity, kv heads, d] that later tokens may attend to.
 
-    Position p of a row lies in slot p mod capacity: a ring of `window` slots for sliding-window attention, one slot per
-    token for full attention. `seen` [rows] int64 counts the tokens of each row, since rows of a ragged batch differ.
+    Position p of a row lies in slot p mod capacity: one slot per token for full attention, and for sliding-window
+    attention until there are as many as the window has, which are a ring from then on. `seen` [rows] int64 counts the
+    tokens of each row, since rows of a ragged batch differ.
     """
 
     keys: Tensor
@@ -31,7 +32,7 @@ class KVCache(NamedTuple):
         return cls(keys, torch.zeros_like(keys), keys.new_zeros(rows, dtype=torch.int64))
 
     def reserve(self, tokens: int) -> "KVCache":
-        """Return a copy with `tokens` more slots, for full attention: it would tear a ring."""
+        """Return a copy with `tokens` more slots, which would tear a ring that has gone round."""
         room = (0, 0, 0, 0, 0, tokens)
         return KVCache(pad(self.keys, room), pad(self.values, room), self.seen.clone())
 

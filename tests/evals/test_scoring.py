@@ -25,6 +25,7 @@ from gdn2.layers.layout import Layout
 from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import prefill
+from gdn2.models.presets import preset
 from tests.data.samples import save_tokenizer
 from tests.models.cases import EVERYTHING, VOCABULARY, make
 
@@ -248,7 +249,8 @@ def unforked(model: LanguageModel, pairs: list[Pair]) -> list[float]:
 def own_unforked(model: LanguageModel, pairs: list[Pair]) -> list[float]:
     """As the scorer does it, but with the context read again for each ending."""
     ready = prefill(model, [pair.context for pair in pairs])
-    found = _go_through(model, ready, [pair.continuation for pair in pairs], most=2**20)
+    texts = [pair.continuation for pair in pairs]
+    found = _go_through(model, ready, range(len(pairs)), texts, most=2**20)
     return [likelihood.log for likelihood in found]
 
 
@@ -259,20 +261,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("context", "ending", "least", "least_of_own"),
-    [(63, 35, 1.5, 1.1), (31, 5, 2.0, 1.3)],
-    ids=["hellaswag", "arc"],
+    ("context", "ending", "least"), [(50, 30, 1.4), (28, 5, 1.6)], ids=["hellaswag", "arc"]
 )
-def test_forks_are_faster(context: int, ending: int, least: float, least_of_own: float) -> None:
-    """Four endings of the mean lengths that Llama-2's tokenizer gives; the best of several turns of each."""
-    cell = (DeltaConfig(num_heads=2, key_head_dim=64, value_head_dim=64),)
-    config = ModelConfig(
-        hidden_size=256, intermediate_size=640, num_hidden_layers=2, cell=cell, vocab_size=8000
-    )
-    model, random = LanguageModel(config).eval(), Random(0)
-    texts = [tuple(random.randrange(8000) for _ in range(context)) for _ in range(10)]
+def test_forks_are_faster(context: int, ending: int, least: float) -> None:
+    """Four endings of the mean lengths that a tokenizer of 50,000 gives; with room for noise."""
+    model, random = LanguageModel(replace(preset("gdn2-15m-hybrid"), vocab_size=256)), Random(0)
+    texts = [tuple(random.randrange(256) for _ in range(context)) for _ in range(12)]
     pairs = [
-        Pair(text, tuple(random.randrange(8000) for _ in range(ending)))
+        Pair(text, tuple(random.randrange(256) for _ in range(ending)))
         for text in texts
         for _ in range(4)
     ]
@@ -282,7 +278,6 @@ def test_forks_are_faster(context: int, ending: int, least: float, least_of_own:
         assert max(abs(forked[i].log - x) for i, x in enumerate(other(model, pairs))) < 1e-3
     calls: list[Callable[[], object]] = [partial(other, model, pairs) for other in others]
     calls.append(lambda: list(log_likelihoods(model, pairs)))
-    turns = [[seconds(call) for call in calls] for _ in range(5)]
+    turns = [[seconds(call) for call in calls] for _ in range(3)]
     whole, own, fast = (min(column) for column in zip(*turns, strict=True))
-    assert whole / fast >= least, (whole, fast)
-    assert own / fast >= least_of_own, (own, fast)
+    assert min(whole, own) / fast >= least, (whole, own, fast)
