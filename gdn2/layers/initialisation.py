@@ -26,7 +26,7 @@ def initial_value(
     depth: int | None = None,
     embedding_std: float = 0.02,
 ) -> Tensor:
-    """The first value of the parameter `name`, where `mixer` is the mixer it belongs to, if any.
+    """The first value of the parameter `name`, where `mixer` is the mixer it belongs to, if any; always on the CPU.
 
     Linear maps of the delta family are Xavier-uniform with a small gain; others are uniform within 1/√inputs, and those
     that end a residual branch are divided by √(2 · depth) in a model of `depth` blocks.
@@ -37,28 +37,32 @@ def initial_value(
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(shape).uniform_(low, high, generator=random)
 
-    match owner, kind:
-        case "embedding", _:
-            value = torch.empty(shape).normal_(0, embedding_std, generator=random)
-        case _, "weight" if owner.endswith("norm"):
-            value = torch.ones(shape)
-        case _, "weight" | "bias" if owner.endswith("conv"):
-            assert isinstance(mixer, DeltaConfig | Mamba2Config)
-            bound = mixer.conv_width**-0.5
-            value = uniform(-bound, bound)
-        case _, "bias":
-            value = torch.zeros(shape)
-        case _, "decay_log_rate":  # Gated DeltaNet draws from 0 on, where a logarithm has no end
-            lowest = 0.0 if isinstance(mixer, DeltaConfig) and mixer.decay == "head" else 1.0
-            value = uniform(lowest, LARGEST_RATE).clamp(min=SMALLEST_RATE).log()
-        case _, "decay_bias" | "step_bias":
-            value = _inverse_softplus(uniform(*map(math.log, STEP_SIZES)).exp())
-        case _, "skip" | "key_bias" | "query_bias" | "mimo_gate":
-            value = torch.ones(shape)
-        case _, "mimo_value" | "mimo_out":
-            value = torch.full(shape, 1 / shape[1])
-        case _, _:
-            value = uniform(-1, 1) * _linear_bound(owner, shape, mixer, depth)
+    with torch.device("cpu"):  # whatever the default is where a model is made
+        match owner, kind:
+            case "embedding", _:
+                value = torch.empty(shape).normal_(0, embedding_std, generator=random)
+            case _, "weight" if owner.endswith("norm"):
+                value = torch.ones(shape)
+            case _, "weight" | "bias" if owner.endswith("conv"):
+                assert isinstance(mixer, DeltaConfig | Mamba2Config)
+                bound = mixer.conv_width**-0.5
+                value = uniform(-bound, bound)
+            case _, "bias":
+                value = torch.zeros(shape)
+            case (
+                _,
+                "decay_log_rate",
+            ):  # Gated DeltaNet draws from 0 on, where a logarithm has no end
+                lowest = 0.0 if isinstance(mixer, DeltaConfig) and mixer.decay == "head" else 1.0
+                value = uniform(lowest, LARGEST_RATE).clamp(min=SMALLEST_RATE).log()
+            case _, "decay_bias" | "step_bias":
+                value = _inverse_softplus(uniform(*map(math.log, STEP_SIZES)).exp())
+            case _, "skip" | "key_bias" | "query_bias" | "mimo_gate":
+                value = torch.ones(shape)
+            case _, "mimo_value" | "mimo_out":
+                value = torch.full(shape, 1 / shape[1])
+            case _, _:
+                value = uniform(-1, 1) * _linear_bound(owner, shape, mixer, depth)
     return value
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from gdn2.ops.arguments import require
-from gdn2.ops.attention import causal_block_mask
+from gdn2.ops.attention import causal_block_mask, flex_spares_a_mask
 from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
 
@@ -128,8 +128,8 @@ class Layout:
 
     def block_mask(self, window: int | None, device: torch.device) -> BlockMask | None:
         """FlexAttention's mask, made once for all layers of a window; None where it is not used."""
-        masked = self.cu_seqlens is not None or (window is not None and window < self.length)
-        if device.type != "cuda" or not masked:
+        packed = self.cu_seqlens is not None
+        if device.type != "cuda" or not flex_spares_a_mask(self.length, window, packed):
             return None
         key = ("block_mask", window)
         if key not in self._shared:

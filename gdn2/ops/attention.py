@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,6 +14,8 @@ from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_ids
 
 FLEX_BLOCK = 128
+# without cuDNN, which takes 7 ms on an H200 to prepare for each new shape
+ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(
@@ -40,8 +43,9 @@ def attention(
     a window up to its size, unless `inplace` writes into the slots that `KVCache.reserve` made. Overfilling those is a
     ValueError; where looking would stall each step, or a graph is captured, the rows concerned turn to NaN.
 
-    `backend` "sdpa" runs anywhere; "flex", FlexAttention compiled, needs CUDA and no incoming cache, and "auto" chooses
-    it wherever it spares a mask. `block_mask`, from `causal_block_mask`, is read by "flex" alone; let all layers of one
+    `backend` "sdpa" runs anywhere; "flex", FlexAttention compiled, needs CUDA and no incoming cache. "auto" chooses it
+    wherever it spares a mask, for packed sequences only where there may be gradients: inference meets ever new shapes,
+    and each may be compiled for. `block_mask`, from `causal_block_mask`, is read by "flex" alone; let all layers of one
     window share it, since making it takes longer (1 to 2 ms on an H200) than attending to 4 × 4096 tokens (0.7 ms).
     """
     _check(q, k, v, window, cu_seqlens, cache)
@@ -70,6 +74,13 @@ def attention(
     if updated is not None and inplace and cu_seqlens is None and _may_overflow(updated, window):
         y = y.masked_fill((updated.seen > updated.capacity)[:, None, None, None], float("nan"))
     return y, updated
+
+
+def flex_spares_a_mask(length: int, window: int | None, packed: bool) -> bool:
+    """Whether "auto" would choose FlexAttention on a GPU."""
+    if packed:
+        return is_compiling() or torch.is_grad_enabled()
+    return window is not None and window < length
 
 
 def causal_block_mask(
@@ -184,7 +195,8 @@ def _packed(
         inside = offsets < lengths[rows][:, None]
         tokens = starts[rows][:, None] + torch.minimum(offsets, lengths[rows][:, None] - 1)
         past = None if cache is None else KVCache(*(x[rows] for x in cache))
-        y = _dense(q[0, tokens], k[0, tokens], v[0, tokens], past, window, scale)
+        with sdpa_kernel(ANY_SHAPE):
+            y = _dense(q[0, tokens], k[0, tokens], v[0, tokens], past, window, scale)
         outputs.append(y[inside])
         places.append(tokens[inside])
     return torch.cat(outputs)[torch.cat(places).argsort()].unsqueeze(0)
@@ -293,8 +305,8 @@ def _use_flex(
     obstacle = next((needed for needed, lacking in obstacles.items() if lacking), None)
     if backend == "flex" and obstacle:
         raise ValueError(f"backend is 'flex', which needs {obstacle}: expected 'sdpa'")
-    masked = cu_seqlens is not None or (window is not None and window < q.shape[1])
-    return backend == "flex" or (backend == "auto" and masked and obstacle is None)
+    spares = backend == "auto" and flex_spares_a_mask(q.shape[1], window, cu_seqlens is not None)
+    return backend == "flex" or (spares and obstacle is None)
 
 
 def _check(

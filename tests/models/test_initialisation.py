@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from gdn2.layers.config import DeltaConfig, Mamba2Config, Mamba3Config
+from gdn2.layers.initialisation import initial_value
 from gdn2.layers.mixers import build_mixer
 from gdn2.models.initialisation import initialise, parameter_value
 from gdn2.models.language_model import LanguageModel
@@ -129,3 +130,12 @@ def test_values_depend_on_name_and_seed_alone() -> None:
     assert not torch.equal(a, parameter_value("blocks.1.mlp.up_proj.weight", shape, EVERYTHING, 0))
     assert not torch.equal(a, parameter_value("blocks.0.mlp.up_proj.weight", shape, EVERYTHING, 1))
     assert float(a[0, 0]) == pytest.approx(0.10652044, abs=1e-7)  # for ever
+
+
+def test_the_default_device_does_not_matter() -> None:
+    shape = torch.Size([3, 2])
+    names = ("embedding.weight", "mlp.down_proj.weight", "norm.weight")
+    plain = [initial_value(name, shape, seed=1) for name in names]
+    with torch.device("meta"):
+        values = [initial_value(name, shape, seed=1) for name in names]
+    assert all(torch.equal(x, y) for x, y in zip(values, plain, strict=True))

@@ -456,7 +456,7 @@ def test_a_step_can_be_captured(window: int | None) -> None:
     prompt = [x[:, :9] for x in (q, k, v)]
     _, cache = attention(*prompt, window=window, output_cache=True)
     assert cache is not None
-    cache = cache.reserve(31) if window is None else cache
+    cache = cache.reserve(31 if window is None else window - 9)
     inputs = [x[:, 9:10].clone() for x in (q, k, v)]
     scratch = KVCache(*(x.clone() for x in cache))
     attention(*inputs, window=window, cache=scratch, inplace=True)
