@@ -228,9 +228,15 @@ def usual(kernel: str, plan: Plan) -> "Launch":
     """How a kernel is launched by default."""
     from gdn2.ops.triton.launch import Scan, launch
 
-    itemsize = DTYPES[plan.dtype].itemsize
-    scan = Scan(plan.chunk_size, plan.shapes[0].key_width, itemsize) if "scan" in kernel else None
-    return launch(kernel, plan.device, scan)
+    shape = plan.shapes[0]
+    scan = Scan(
+        chunk=plan.chunk_size,
+        keys=shape.key_width,
+        itemsize=DTYPES[plan.dtype].itemsize,
+        values=shape.value_width,
+        heads=shape.batch * shape.heads,
+    )
+    return launch(kernel, plan.device, scan if "scan" in kernel else None)
 
 
 def time_way(

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_ids
+from gdn2.ops.window_attention import fits, is_whole, window_attention
 
 FLEX_BLOCK = 128
 # without cuDNN, which takes 7 ms on an H200 to prepare for each new shape
@@ -52,6 +53,7 @@ def attention(
     if inplace and cache is None:
         raise ValueError("inplace is True and cache is None, expected a cache to write into")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    blocks = backend == "auto" and cu_seqlens is None and cache is None and fits(q, k, window)
     flex = _use_flex(backend, q, window, cu_seqlens, cache)
     updated = None
     if cache is not None and cu_seqlens is None and q.shape[1] == 1:
@@ -61,7 +63,9 @@ def attention(
         held = updated.slot_positions()
         y = _masked(q, updated.keys, updated.values, now, held, window, scale)
     else:
-        if flex:
+        if window is not None and blocks:
+            y = window_attention(q, k, v, window, scale)
+        elif flex:
             if block_mask is None:
                 block_mask = causal_block_mask(q.shape[1], window, cu_seqlens, device=q.device)
             y = _flex(q, k, v, block_mask, scale)
@@ -80,7 +84,7 @@ def flex_spares_a_mask(length: int, window: int | None, packed: bool) -> bool:
     """Whether "auto" would choose FlexAttention on a GPU."""
     if packed:
         return is_compiling() or torch.is_grad_enabled()
-    return window is not None and window < length
+    return window is not None and window < length and not is_whole(length, window)
 
 
 def causal_block_mask(

@@ -251,7 +251,8 @@ def test_lengths_do_not_compile_anew() -> None:
     for length in (9, 13, 17, 30):
         ids = tokens(2, length)
         assert_close("logits", compiled(ids).logits, logits_of(model, ids), EXACT)
-    assert len(graphs) <= 2  # one for the first length, one for all
+    # one for the first length, one for all that the window divides, one for the others
+    assert len(graphs) <= 3
 
 
 def test_meta_tensors_pass_through() -> None:

@@ -21,11 +21,17 @@ class Launch(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What the shared memory of a scan depends on: tokens in a chunk, key channels and bytes of an element."""
+    """What the launch of a scan depends on.
+
+    Its shared memory: tokens in a chunk, key channels and bytes of an element. Its programs: value channels, and the
+    heads of all sequences.
+    """
 
     chunk: int
     keys: int
     itemsize: int
+    values: int
+    heads: int
 
 
 class Architecture(NamedTuple):
@@ -80,7 +86,30 @@ def launch(kernel: str, device: torch.device, scan: Scan | None = None) -> Launc
     """Launch parameters of a kernel on a device; those of a scan are made to fit its shared memory."""
     if kernel in _overrides:
         return _overrides[kernel]
-    return row(kernel, capability(device), scan)
+    how = row(kernel, capability(device), scan)
+    return how if scan is None else spread(how, scan, multiprocessors(device))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; none where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def spread(how: Launch, scan: Scan, processors: int) -> Launch:
+    """Fewer value channels a program, as long as all programs of a scan still run at once.
+
+    With 16 heads of width 128 the three scans of a forward and a backward take 1146 instead of 1520 µs at 1 × 16384
+    tokens, 740 instead of 812 at 2 × 8192.
+    """
+    while how.value_block > SMALLEST_BLOCK:
+        programs = scan.heads * -(-scan.values // (how.value_block // 2))
+        if programs > processors:
+            break
+        how = how._replace(value_block=how.value_block // 2)
+    return how
 
 
 @cache

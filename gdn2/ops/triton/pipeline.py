@@ -73,7 +73,7 @@ def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:
     """What the kernels are compiled for, of a call."""
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
     sizes = tuple(None if t is None else (t.dtype, *t.shape[1:]) for t in operands)
-    return sizes, table.size, solve, keep == "nothing"
+    return sizes, table.size, stages.scan_launch("scan", x, table), solve, keep == "nothing"
 
 
 def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:

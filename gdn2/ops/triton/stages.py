@@ -17,7 +17,7 @@ from gdn2.ops.triton.gradient import (
     gradient_states_kernel,
     gradient_values_kernel,
 )
-from gdn2.ops.triton.launch import Scan, launch
+from gdn2.ops.triton.launch import Launch, Scan, launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
@@ -170,6 +170,19 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
     return f
 
 
+def scan_launch(kernel: str, x: Operands, table: Table) -> Launch:
+    """How to launch a scan, which depends on more than its kernel."""
+    sequences = table.first.numel() - 1
+    sizes = Scan(
+        chunk=table.size,
+        keys=x.k.shape[2],
+        itemsize=x.k.element_size(),
+        values=x.v.shape[2],
+        heads=sequences * x.v.shape[1],
+    )
+    return launch(kernel, x.k.device, sizes)
+
+
 def scan(
     x: Operands, f: Factors, table: Table, state: Tensor, outputs: bool, save: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -179,7 +192,7 @@ def scan(
     final = torch.empty_like(state) if outputs else None
     starts = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1]) if save else None
     R = torch.empty_like(f.U) if save else None
-    how = launch("scan", x.k.device, Scan(table.size, DK, x.k.element_size()))
+    how = scan_launch("scan", x, table)
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     over(scan_kernel, N * HV, triton.cdiv(DV, BV))(
@@ -201,7 +214,7 @@ def scan_reverse(
     dR = torch.empty_like(f.U)
     ends = x.k.new_empty(*f.A_qk.shape[:2], DK, f.U.shape[-1])
     d_state = torch.empty_like(d_final)
-    how = launch("scan_reverse", x.k.device, Scan(table.size, DK, x.k.element_size()))
+    how = scan_launch("scan_reverse", x, table)
     BV = block(DV, how.value_block)
     arithmetic = precision(x.q.dtype, "ieee")
     over(scan_reverse_kernel, N * HV, triton.cdiv(DV, BV))(

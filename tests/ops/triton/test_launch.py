@@ -78,7 +78,7 @@ def test_an_unknown_gpu_takes_the_nearest_older_row(
 
 
 def test_measured_rows_are_used_as_measured() -> None:
-    usual = Scan(chunk=64, keys=128, itemsize=2)
+    usual = Scan(chunk=64, keys=128, itemsize=2, values=128, heads=64)
     for kernel, expected in DEFAULT.items():
         scan = usual if kernel in SCANS else None
         assert launch.launch(kernel, CPU, scan) == row(kernel, (9, 0), scan) == expected
@@ -88,7 +88,10 @@ def test_measured_rows_are_used_as_measured() -> None:
 def test_scans_fit_into_shared_memory(architecture: tuple[int, int]) -> None:
     """By the estimate; where large chunks do not, they are launched in the smallest way there is."""
     limit = ARCHITECTURES[architecture].shared_memory
-    sizes = (Scan(*s) for s in product((32, 64, 128), (1, 16, 48, 100, 128, 160, 256), (2, 4)))
+    sizes = (
+        Scan(*s, values=128, heads=64)
+        for s in product((32, 64, 128), (1, 16, 48, 100, 128, 160, 256), (2, 4))
+    )
     for kernel, scan in product(SCANS, sizes):
         how = row(kernel, architecture, scan)
         if launch.scan_bytes(how, scan, architecture) > limit:
@@ -112,6 +115,17 @@ def test_less_memory_is_taken_step_by_step() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("heads", "values", "expected"),
+    [(16, 128, 16), (32, 128, 32), (64, 128, 64), (512, 128, 64), (1, 256, 16), (33, 64, 16), (66, 64, 32)],
+    ids=str,
+)  # fmt: skip
+def test_few_programs_are_spread(heads: int, values: int, expected: int) -> None:
+    """Over 132 multiprocessors."""
+    how = launch.spread(Launch(256, 64, 4, 3), Scan(64, 128, 2, values, heads), 132)
+    assert how == Launch(256, expected, 4, 3)
+
+
 def compile_kernels(kernels: str, cases: list[str], cache: Path) -> list[tuple[str, str, Any]]:
     """Compile in a process that does not interpret."""
     command = [sys.executable, "-m", "tests.ops.triton.compile_kernels", kernels, *cases]
@@ -130,7 +144,7 @@ def check_compiled(rows: list[tuple[str, str, Any]]) -> None:
         architecture = divmod(int(target), 10)
         assert result <= ARCHITECTURES[architecture].shared_memory, (case, name)
         if (kernel := name.removesuffix("_kernel")) in SCANS:
-            scan = Scan(int(chunk), int(width), 4 if dtype == "fp32" else 2)
+            scan = Scan(int(chunk), int(width), 4 if dtype == "fp32" else 2, int(width), heads=64)
             how = row(kernel, architecture, scan)
             assert result <= launch.scan_bytes(how, scan, architecture), (case, name)
 

@@ -1,0 +1,69 @@
+"""Sliding windows as two triangles, against a loop over tokens."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gdn2.ops.attention import attention
+from gdn2.ops.window_attention import fits, window_attention
+from tests.closeness import assert_close
+from tests.ops.test_attention import literal, operands
+
+
+def leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(2, 1), (7, 1), (6, 3), (20, 4), (24, 12), (60, 20)], ids=str
+)
+def test_values_and_gradients(length: int, window: int) -> None:
+    x = leaves(*operands(2, length, heads=3, kv_heads=3, width=16))
+    weights = operands(2, length, heads=3, kv_heads=3, width=16, seed=1)[0]
+    results = []
+    for y in (window_attention(*x, window, 0.3), literal(*x, window, 0.3)):
+        gradients = torch.autograd.grad((y * weights).sum(), x)
+        results.append((y, *gradients))
+    for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
+        assert_close(name, actual, expected, 1e-12)
+
+
+def test_large_scores_stay_finite() -> None:
+    """The row that takes no part would overflow if it did."""
+    q, k, v = operands(1, 12, heads=1, kv_heads=1, width=16)
+    k = k.clone()
+    k[:, :4] *= 1e4
+    x = leaves(q, k, v)
+    results = []
+    for y in (window_attention(*x, 4, 1.0), literal(*x, 4, 1.0)):
+        results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
+        assert_close(name, actual, expected, 1e-9)
+
+
+def test_which_calls_fit() -> None:
+    q, k, _ = operands(1, 12, heads=4, kv_heads=2)
+    assert fits(q, q, 4) and fits(q, q, 6)
+    for other, window in ((q, None), (q, 12), (q, 20), (q, 5), (k, 4)):
+        assert not fits(q, other, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN's kernels need CUDA")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("length", "window", "width"), [(256, 128, 64), (4096, 1024, 128)])
+def test_on_a_gpu(length: int, window: int, width: int, compiled: bool) -> None:
+    exact = operands(2, length, heads=3, kv_heads=3, width=width)
+    weights = operands(2, length, heads=3, kv_heads=3, width=width, seed=1)[0].to("cuda")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+        return attention(q, k, v, window=window, backend=backend)[0]
+
+    results = []
+    for backend, dtype in (("auto", torch.bfloat16), ("sdpa", torch.float64)):
+        x = leaves(*(t.bfloat16().to("cuda", dtype) for t in exact))
+        call = torch.compile(run, fullgraph=True) if compiled and backend == "auto" else run
+        y = call(*x, backend)
+        results.append((y, *torch.autograd.grad((y * weights).sum(), x)))
+    for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
+        assert_close(name, actual, expected, 1e-2)
