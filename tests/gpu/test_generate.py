@@ -99,7 +99,7 @@ def test_fused_steps_agree_with_plain_ones(rows: int, dtype: torch.dtype, most: 
     """Where gradients are not needed a step takes other kernels, and for one row other products."""
     model = make("gdn2-1m-hybrid", dtype)
     lay_side_by_side(model)
-    state = prefill(model, prompts(*[70] * rows)).state
+    state = model.reserve(prefill(model, prompts(*[70] * rows)).state, 4)
     plain, fused = state, state.clone()
     for token in torch.randint(32000, (4, rows, 1), device="cuda"):
         right, _, after = model(token, plain)
@@ -118,7 +118,8 @@ def test_memory_of_decoding_does_not_grow_with_the_context(name: str) -> None:
     model, peaks = make(name), []
     for context in (1024, 1 << 20):
         ready = prefill(model, prompts(context))
-        start = started(model, GREEDY, prompts(3))._replace(state=ready.state)
+        state = model.reserve(ready.state, 8)
+        start = started(model, GREEDY, prompts(3))._replace(state=state)
         running = EagerSteps(model, GREEDY, start)
         running.step()
         torch.cuda.synchronize()
