@@ -61,14 +61,20 @@ def test_on_a_gpu(length: int, window: int, width: int, compiled: bool) -> None:
     exact = operands(2, length, heads=3, kv_heads=3, width=width)
     weights = operands(2, length, heads=3, kv_heads=3, width=width, seed=1)[0].to("cuda")
 
-    def run(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
-        return attention(q, k, v, window=window, backend=backend)[0]
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, window=window)[0]
 
+    def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return window_attention(q, k, v, window, width**-0.5)
+
+    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, window=window, backend="sdpa")[0]
+
+    call = torch.compile(run, fullgraph=True) if compiled else blocks
     results = []
-    for backend, dtype in (("auto", torch.bfloat16), ("sdpa", torch.float64)):
+    for function, dtype in ((call, torch.bfloat16), (right, torch.float64)):
         x = leaves(*(t.bfloat16().to("cuda", dtype) for t in exact))
-        call = torch.compile(run, fullgraph=True) if compiled and backend == "auto" else run
-        y = call(*x, backend)
+        y = function(*x)
         results.append((y, *torch.autograd.grad((y * weights).sum(), x)))
     for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
         assert_close(name, actual, expected, 1e-2)
