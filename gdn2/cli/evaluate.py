@@ -99,8 +99,8 @@ def evaluate(
         if save_requests is not None:
             saved = run.save_requests(subject, names, sources, save_requests, limit)
             typer.echo(f"{save_requests}: {saved.requests:,} requests")
-            say({"skipped": saved.skipped})
-            return
+            say({"skipped": saved.skipped, "failed": saved.failed})
+            raise typer.Exit(2 if saved.failed else 0)
         record = run.evaluate(
             subject, names, sources, out, limit=limit, answers=answers, report=bar.show
         )

@@ -11,6 +11,9 @@ from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import Prefilled
 
+# Forks are copied, read once and dropped: on a CPU a third slower where all of them are more than this.
+FORK_BYTES = {"cpu": 2**27, "cuda": 2**33}
+
 
 class Pair(NamedTuple):
     """Tokens, at least one of each."""
@@ -34,7 +37,8 @@ def log_likelihoods(
     for number, pair in enumerate(pairs):
         by_context.setdefault(pair.context, []).append(number)
     contexts = list(by_context)
-    batching = Batching.of(model, max((len(a) + len(b) for a, b in pairs), default=0), rows)
+    longest = max((len(a) + len(b) for a, b in pairs), default=0)
+    batching = Batching.of(model, longest, rows, FORK_BYTES)
     for numbers, ready in prefill_all(model, contexts, batching):
         found = [(row, i) for row, n in enumerate(numbers) for i in by_context[contexts[n]]]
         lengths = [len(pairs[i].continuation) for _, i in found]

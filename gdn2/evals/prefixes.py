@@ -1,6 +1,6 @@
 """Prompts into states, those that begin alike once, in calls of bounded size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -13,7 +13,7 @@ from gdn2.ops.arguments import require
 Tokens: TypeAlias = tuple[int, ...]
 
 WORTH = 64  # tokens that prompts must share before another call for them pays: a chunk of the rule
-STATE_BYTES = {"cpu": 2**27, "cuda": 2**33}
+STATE_BYTES = {"cpu": 2**30, "cuda": 2**33}
 LOGIT_BYTES = 2**31  # of all tokens of a call
 MOST_ROWS = 512
 
@@ -26,7 +26,13 @@ class Batching:
     rows: int
 
     @classmethod
-    def of(cls, model: LanguageModel, longest: int, rows: int | None = None) -> "Batching":
+    def of(
+        cls,
+        model: LanguageModel,
+        longest: int,
+        rows: int | None = None,
+        state_bytes: Mapping[str, int] = STATE_BYTES,
+    ) -> "Batching":
         """So many rows, or as many as states of `longest` tokens have room; tokens by what logits take."""
         require(rows is None or rows >= 1, "batch_size", rows, "at least 1")
         device = model.embedding.weight.device.type
@@ -34,7 +40,8 @@ class Batching:
             CHUNKS.get(device, CHUNKS["cpu"]), LOGIT_BYTES // (4 * model.config.vocab_size)
         )
         if rows is None:
-            room = STATE_BYTES.get(device, STATE_BYTES["cpu"]) // model.new_state(1, longest).nbytes
+            most = state_bytes.get(device, state_bytes["cpu"])
+            room = most // model.new_state(1, longest).nbytes
             return cls(max(1, tokens), max(1, min(room, MOST_ROWS)))
         return cls(max(rows, tokens), rows)
 

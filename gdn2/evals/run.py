@@ -16,7 +16,6 @@ from gdn2.evals.requests_file import key_of, read_requests, write_requests
 from gdn2.evals.results import Results, config_of, describe, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
-from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.files import standing
 from gdn2.models.folder import load_stop_ids, open_model
 
@@ -32,10 +31,11 @@ class Progress(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """How many requests a file has, and why some tasks have none there."""
+    """How many requests a file has, and why some tasks have none there: no data, or wrong ones."""
 
     requests: int
     skipped: dict[str, str]
+    failed: dict[str, str]
 
 
 Report = Callable[[Progress], None]
@@ -66,7 +66,6 @@ class Subject:
     @cached_property
     def scorer(self) -> Scorer:
         model = open_model(self.name, device=self.device, dtype=self.dtype).eval()
-        lay_side_by_side(model)
         stops = load_stop_ids(standing(Path(self.name)))
         return Scorer(model, self.tokenizer, batch_size=self.batch_size, stop_ids=stops)
 
@@ -131,7 +130,7 @@ def evaluate(
         except MissingDataError as reason:
             results.record["skipped"][name] = str(reason)
         except ValueError as reason:
-            results.record["failed"][name] = f"{name}: {str(reason).removeprefix(f'{name}: ')}"
+            results.record["failed"][name] = _named(name, reason)
         results.record["columns"] = columns(results.record["tasks"])
         results.write()
     return results.record
@@ -151,18 +150,25 @@ def save_requests(
 
     about: dict[str, Any] = {}
     skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for name in tasks:
         try:
             job = make_job(name, sources)
+            result = job.run(record, subject.tokenizer, limit)
+            about[name] = {"version": result["version"], "protocol": job.protocol}
         except MissingDataError as reason:
             skipped[name] = str(reason)
-            continue
-        result = job.run(record, subject.tokenizer, limit)
-        about[name] = {"version": result["version"], "protocol": job.protocol}
+        except ValueError as reason:
+            failed[name] = _named(name, reason)
     said: dict[str, Any] = {"tokenizer": subject.tokenizer.sha256 or subject.tokenizer.name}
-    said |= {"limit": limit, "tasks": about, "skipped": skipped, "libraries": libraries()}
-    write_requests(file, found, said)
-    return Saved(len(found), skipped)
+    said |= {"limit": limit, "tasks": about, "skipped": {**skipped, **failed}}
+    write_requests(file, found, said | {"libraries": libraries()})
+    return Saved(len(found), skipped, failed)
+
+
+def _named(task: str, reason: ValueError) -> str:
+    """Why a task failed, with its name once."""
+    return f"{task}: {str(reason).removeprefix(f'{task}: ')}"
 
 
 def answer_requests(

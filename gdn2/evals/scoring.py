@@ -12,6 +12,7 @@ from gdn2.evals.likelihood import Pair, log_likelihoods
 from gdn2.evals.prefixes import Batching, Tokens, prefill_all
 from gdn2.evals.request import Request
 from gdn2.evals.requests_file import WINDOW
+from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.decode import Steps
 from gdn2.models.generate import Stop, collect, go_on
 from gdn2.models.language_model import LanguageModel
@@ -37,6 +38,7 @@ class Scorer:
     ) -> None:
         """Take `batch_size` rows at once, or as many as fit; generation ends at `stop_ids` or where a document does."""
         check_vocabulary(tokenizer, model.config)
+        lay_side_by_side(model)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         ends = {tokenizer.eos_id, *stop_ids} - {None}
         self._stop_ids = sorted(token for token in ends if token is not None)

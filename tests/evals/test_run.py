@@ -155,6 +155,17 @@ def test_answers_from_elsewhere_give_the_same_results(
     assert "4 of 4 requests of piqa without an answer" in more["failed"]["piqa"]
 
 
+def test_requests_of_other_tasks_are_saved_beside_damaged_data(place: Path) -> None:
+    whole = save_requests(subject(place), ["boolq"], sources(place), place / "requests.jsonl")
+    next(place.rglob("piqa*.jsonl")).write_text('{"goal": 1')
+    saved = save_requests(
+        subject(place), ["piqa", "boolq"], sources(place), place / "requests.jsonl"
+    )
+    assert (saved.requests, saved.skipped) == (whole.requests, {})
+    assert saved.failed["piqa"].startswith("piqa: ")
+    assert "line 1: got" in saved.failed["piqa"]
+
+
 def test_requests_of_another_tokenizer_are_refused(place: Path) -> None:
     save_requests(subject(place), ["boolq"], sources(place), place / "requests.jsonl")
     (place / "other").mkdir()
