@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from gdn2.ops.arguments import require
-from gdn2.ops.attention import causal_block_mask, flex_spares_a_mask
+from gdn2.ops.flex import causal_block_mask, flex_spares_a_mask
 from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
 

@@ -1,20 +1,17 @@
 """Causal softmax attention, full or in a sliding window: dense, packed, continued from a cache."""
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
+from gdn2.ops.flex import causal_block_mask, flex, flex_spares_a_mask
 from gdn2.ops.kv_cache import KVCache
-from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_ids
-from gdn2.ops.window_attention import fits, is_whole, window_attention
+from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand
+from gdn2.ops.window_attention import fits, window_attention
 
-FLEX_BLOCK = 128
 # without cuDNN, which takes 7 ms on an H200 to prepare for each new shape
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -58,7 +55,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     blocks = backend == "auto" and cu_seqlens is None and cache is None and fits(q, k, window)
     blocks = blocks and (is_compiling() or not q.is_cuda)
-    flex = _use_flex(backend, q, window, cu_seqlens, cache)
+    flexes = _use_flex(backend, q, window, cu_seqlens, cache)
     updated = None
     if cache is not None and cu_seqlens is None and q.shape[1] == 1:
         # One token evicts only what has left its window, so the slots alone hold every key.
@@ -69,10 +66,10 @@ def attention(
     else:
         if window is not None and blocks:
             y = window_attention(q, k, v, window, scale)
-        elif flex:
+        elif flexes:
             if block_mask is None:
                 block_mask = causal_block_mask(q.shape[1], window, cu_seqlens, device=q.device)
-            y = _flex(q, k, v, block_mask, scale)
+            y = flex(q, k, v, block_mask, scale)
         elif cu_seqlens is not None:
             y = _packed(q, k, v, cu_seqlens, cache, window, scale)
         else:
@@ -82,54 +79,6 @@ def attention(
     if updated is not None and inplace and cu_seqlens is None and _may_overflow(updated, window):
         y = y.masked_fill((updated.seen > updated.capacity)[:, None, None, None], float("nan"))
     return y, updated
-
-
-def flex_spares_a_mask(length: int, window: int | None, packed: bool) -> bool:
-    """Whether "auto" would choose FlexAttention on a GPU."""
-    if packed:
-        return is_compiling() or torch.is_grad_enabled()
-    return (
-        window is not None and window < length and not (is_compiling() and is_whole(length, window))
-    )
-
-
-def causal_block_mask(
-    length: int,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    device: torch.device | str | None = None,
-) -> BlockMask:
-    """Return FlexAttention's mask of a window within packed sequences, on the device of those.
-
-    It is built from the borders of the blocks; `create_block_mask` evaluates all length² pairs.
-    """
-    reach = length if window is None else window
-    ids = torch.zeros(length, dtype=torch.int64, device=device)
-    if cu_seqlens is not None:
-        ids = sequence_ids(cu_seqlens, length)
-    first = torch.arange(0, length, FLEX_BLOCK, device=ids.device)
-    last = (first + FLEX_BLOCK - 1).clamp(max=length - 1)
-    # Ids never fall, so two blocks touch where their nearest tokens do, and agree throughout where their farthest do.
-    touch = (first[:, None] >= first) & (first[:, None] - last < reach)
-    touch &= ids[first][:, None] <= ids[last]
-    whole = (first[:, None] >= last) & (last[:, None] - first < reach)
-    whole &= (ids[last][:, None] == ids[first]) & (first + FLEX_BLOCK <= length)[:, None]
-
-    def allowed(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < reach) & (ids[query] == ids[key])
-
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1).int()[None, None], order.int()[None, None]
-
-    return BlockMask.from_kv_blocks(
-        *listed(touch & ~whole),
-        *listed(whole),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=allowed,
-        seq_lengths=(length, length),
-    )
 
 
 def _append(
@@ -275,29 +224,6 @@ def _masked(
         scale=scale,
     )
     return y.reshape(rows, shared, group, length, width).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -> Tensor:
-    length = q.shape[1]
-    if block_mask.seq_lengths != (length, length):
-        raise ValueError(f"block_mask is for {block_mask.seq_lengths}, expected {length} tokens")
-    run = flex_attention if is_compiling() else _compiled_flex()
-    y: Tensor = run(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-        # Left to itself, torch 2.11 takes its decoding kernel below 128 tokens and fails to find a configuration.
-        kernel_options={"BACKEND": "TRITON"},
-    )
-    return y.transpose(1, 2)
-
-
-@functools.cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)
 
 
 def _use_flex(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from gdn2.ops.attention import attention, causal_block_mask
+from gdn2.ops.attention import attention
+from gdn2.ops.flex import causal_block_mask
 from gdn2.ops.kv_cache import KVCache
 from tests.closeness import assert_close
 
