@@ -9,18 +9,15 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gdn2.ops.packing import sequence_ids
-from gdn2.ops.window_attention import is_whole
 
 FLEX_BLOCK = 128
 
 
 def flex_spares_a_mask(length: int, window: int | None, packed: bool) -> bool:
-    """Whether "auto" would choose FlexAttention on a GPU."""
+    """Whether "auto" would choose FlexAttention on a GPU, unless two triangles do."""
     if packed:
         return is_compiling() or torch.is_grad_enabled()
-    return (
-        window is not None and window < length and not (is_compiling() and is_whole(length, window))
-    )
+    return window is not None and window < length
 
 
 def causal_block_mask(
@@ -63,6 +60,7 @@ def causal_block_mask(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -> Tensor:
+    """Return attention to what the mask lets through."""
     length = q.shape[1]
     if block_mask.seq_lengths != (length, length):
         raise ValueError(f"block_mask is for {block_mask.seq_lengths}, expected {length} tokens")

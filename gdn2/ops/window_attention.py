@@ -24,8 +24,17 @@ def is_whole(length: int, window: int | None) -> bool:
 
 def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
     """Whether the blocks are whole and the kernels take such heads."""
-    known = not q.is_cuda or (q.dtype in HALVES and q.shape[3] in (64, 128))
-    return is_whole(q.shape[1], window) and known and q.shape[2] == k.shape[2]
+    if not is_whole(q.shape[1], window) or q.shape[2] != k.shape[2]:
+        return False
+    if q.is_cuda:
+        return q.dtype in HALVES and q.shape[3] in (64, 128) and _is_hopper()
+    return q.device.type == "cpu"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_hopper() -> bool:
+    """Whether cuDNN is there, on the GPUs where it was measured, or newer ones."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:

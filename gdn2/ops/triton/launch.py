@@ -83,7 +83,7 @@ _overrides: dict[str, Launch] = {}
 
 
 def launch(kernel: str, device: torch.device, scan: Scan | None = None) -> Launch:
-    """Launch parameters of a kernel on a device; those of a scan are made to fit its shared memory."""
+    """Launch parameters of a kernel on a device; those of a scan are made to fit its shared memory, and to fill it."""
     if kernel in _overrides:
         return _overrides[kernel]
     how = row(kernel, capability(device), scan)
