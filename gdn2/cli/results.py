@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from gdn2.cli.bar import Lines
 from gdn2.evals.heatmap import check_picture, heat_map
 from gdn2.evals.needles import KINDS
 from gdn2.evals.run import Progress
@@ -19,9 +20,12 @@ class AnswerBar:
     """A line for each task once it asks."""
 
     def __init__(self, console: Console) -> None:
+        self._lines = Lines(console)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self._bars = Bars(*columns, TimeRemainingColumn(), console=console)
-        self._lines: dict[str, Any] = {}
+        self._bars = Bars(
+            *columns, TimeRemainingColumn(), console=console, disable=self._lines.wanted
+        )
+        self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "AnswerBar":
         self._bars.start()
@@ -31,10 +35,11 @@ class AnswerBar:
         self._bars.stop()
 
     def show(self, progress: Progress) -> None:
-        if progress.task not in self._lines:
-            self._lines[progress.task] = self._bars.add_task(progress.task)
-        line = self._lines[progress.task]
-        self._bars.update(line, completed=progress.done, total=progress.total)
+        task, done, total = progress
+        if task not in self._tasks:
+            self._tasks[task] = self._bars.add_task(task)
+        self._bars.update(self._tasks[task], completed=done, total=total)
+        self._lines.say(f"{task}: {done:,} of {total:,}", done=done == total)
 
 
 def read_size(text: str) -> int | None:
