@@ -53,6 +53,30 @@ def test_which_calls_fit() -> None:
         assert not fits(q, other, window)
 
 
+def test_a_compiled_call_keeps_nothing_turned() -> None:
+    """Queries, keys, values, output and normalisers, as attention without a window does."""
+    x = leaves(*operands(2, 96, heads=2, kv_heads=2, width=64, dtype=torch.float32))
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # other values than the leaves', which would be kept in any case
+        return attention(1.5 * q, 0.5 * k, 2 * v, window=32)[0].cos()
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=False)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        y = compiled(*x)
+    assert sum(kept.values()) <= 4.1 * x[0].nbytes
+    results = [(z, *torch.autograd.grad(z.sum(), x)) for z in (y, run(*x))]
+    for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
+        assert_close(name, actual, expected, 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN's kernels need CUDA")
 @pytest.mark.parametrize("compiled", [False, True])
