@@ -11,7 +11,7 @@ from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import Prefilled
 
-# Forks are copied, read once and dropped: on a CPU a third slower where all of them are more than this.
+# Forks are copied, read once and dropped: on a CPU up to a third slower where all of them are more than this.
 FORK_BYTES = {"cpu": 2**27, "cuda": 2**33}
 
 

@@ -54,7 +54,6 @@ def attention(
         raise ValueError("inplace is True and cache is None, expected a cache to write into")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     blocks = backend == "auto" and cu_seqlens is None and cache is None and fits(q, k, window)
-    blocks = blocks and (is_compiling() or not q.is_cuda)
     flexes = _use_flex(backend, q, window, cu_seqlens, cache)
     updated = None
     if cache is not None and cu_seqlens is None and q.shape[1] == 1:
@@ -107,11 +106,12 @@ def _may_overflow(cache: KVCache, window: int | None) -> bool:
 
 
 def _room(cache: KVCache, added: int | Tensor, window: int | None) -> int:
-    """Return how many more slots to make: for one step all of the window, since more will follow."""
+    """Return how many more slots to make: for a step of a batch all of the window, since more will follow."""
     most = added if isinstance(added, int) else int(added.max()) if len(added) else 0
     if window is None:
         return most
-    return window - cache.capacity if most == 1 else min(window - cache.capacity, most)
+    is_step = isinstance(added, int) and added == 1
+    return window - cache.capacity if is_step else min(window - cache.capacity, most)
 
 
 def _check_room(cache: KVCache, added: int | Tensor, window: int | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,11 +24,12 @@ def is_whole(length: int, window: int | None) -> bool:
 
 
 def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Whether the blocks are whole and the kernels take such heads."""
+    """Whether the blocks are whole, the kernels take such heads, and on a GPU what is around them will be fused."""
     if not is_whole(q.shape[1], window) or q.shape[2] != k.shape[2]:
         return False
     if q.is_cuda:
-        return q.dtype in HALVES and q.shape[3] in (64, 128) and _is_hopper()
+        known = q.dtype in HALVES and q.shape[3] in (64, 128)
+        return known and is_compiling() and _is_hopper()
     return q.device.type == "cpu"
 
 

@@ -261,14 +261,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("context", "ending", "least"), [(50, 30, 1.4), (28, 5, 1.6)], ids=["hellaswag", "arc"]
+    ("context", "ending", "least"), [(50, 30, 1.4), (28, 5, 1.7)], ids=["hellaswag", "arc"]
 )
 def test_forks_are_faster(context: int, ending: int, least: float) -> None:
-    """Four endings of the mean lengths that a tokenizer of 50,000 gives; with room for noise."""
-    model, random = LanguageModel(replace(preset("gdn2-15m-hybrid"), vocab_size=256)), Random(0)
-    texts = [tuple(random.randrange(256) for _ in range(context)) for _ in range(12)]
+    """Four endings of the mean lengths that a tokenizer of 50,000 gives; 1.8 and 2.1 on a quiet machine."""
+    model, random = LanguageModel(replace(preset("gdn2-15m-hybrid"), vocab_size=8000)), Random(0)
+    texts = [tuple(random.randrange(8000) for _ in range(context)) for _ in range(12)]
     pairs = [
-        Pair(text, tuple(random.randrange(256) for _ in range(ending)))
+        Pair(text, tuple(random.randrange(8000) for _ in range(ending)))
         for text in texts
         for _ in range(4)
     ]
