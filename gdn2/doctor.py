@@ -221,7 +221,9 @@ def _kernel_table(kernels: Sequence[Checkup]) -> Table:
     table = _table(title, "kernel", *dtypes, "verdict")
     for kernel in kernels:
         worst = {c.dtype: c for c in sorted(kernel.checks, key=lambda c: c.error / c.tolerance)}
-        verdict = "[bold red]distrusted" if kernel.failures else "trusted"
+        verdict = "trusted" if worst else "not used here"
+        if kernel.failures:
+            verdict = "[bold red]distrusted"
         table.add_row(kernel.name, *(_cell(worst.get(dtype)) for dtype in dtypes), verdict)
     return table
 

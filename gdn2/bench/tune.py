@@ -44,6 +44,7 @@ Timer = Callable[[Stage, str], float]  # seconds of one kernel in a call of its 
 
 # Key blocks, value blocks, warps and stages to be combined; a scan's key block must cover all keys.
 CANDIDATES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "decays": ((32, 64, 128), (0,), (1, 2, 4), (1,)),
     "scores": ((16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
     "solve": ((64, 128), (64, 128), (2, 4, 8), (1,)),
     "scan": ((256,), (16, 32, 64, 128), (2, 4, 8), (1, 2, 3, 4)),
@@ -127,13 +128,17 @@ def prepare(shape: Shape, plan: Plan) -> dict[str, Stage]:
     sizes = (shape.batch, shape.heads, shape.key_width, shape.value_width)
     state = torch.zeros(sizes, device=plan.device)
     do = torch.randn_like(x.v)
-    f = stages.intra(x, table, "ieee")
+    sums = stages.decays(x, table)
+    f = stages.intra(x, table, "ieee", sums)
     _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
     assert starts is not None and R is not None
     dR, ends, _ = stages.scan_reverse(x, f, table, do, state)
 
+    def decays() -> list[Tensor]:
+        return list(stages.decays(x, table))
+
     def intra() -> list[Tensor]:
-        return [y for y in stages.intra(x, table, "ieee") if y is not None]
+        return [y for y in stages.intra(x, table, "ieee", sums) if y is not None]
 
     def scan() -> list[Tensor]:
         forward = stages.scan(x, f, table, state, outputs=True, save=False)
@@ -144,9 +149,10 @@ def prepare(shape: Shape, plan: Plan) -> dict[str, Stage]:
         return list(stages.scan_reverse(x, f, table, do, state))
 
     def gradient() -> list[Tensor]:
-        return stages.gradient(x, f, table, do, starts, R, ends, dR)
+        return stages.gradient(x, f.A, f.deep, table, sums, do, [starts, R, ends, dR])
 
     return {
+        "decays": decays,
         "scores": intra,
         "solve": intra,
         "scan": scan,

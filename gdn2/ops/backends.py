@@ -11,6 +11,7 @@ from gdn2.ops.trust import TOGETHER, trusted
 BACKENDS = ("auto", "triton", "torch", "reference")
 # kernels of the chunkwise operator; the torch backend does the work of all of them if one is not to be trusted
 STAGES = (
+    "decays",
     "scores",
     "deep_scores",
     "solve",

@@ -93,8 +93,10 @@ def _triton_version() -> str:
 def kernel_digest() -> str:
     """The sources of the kernels in twelve digits: a checkout keeps its version while they change."""
     digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parent / "triton").glob("*.py")):
-        digest.update(file.read_bytes())
+    here = Path(__file__).parent
+    for file in sorted([*here.glob("triton/*.py"), *here.glob("cuda/*")]):
+        if file.is_file():
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 

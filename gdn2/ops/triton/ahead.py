@@ -24,6 +24,11 @@ def over(kernel: Any, *grid: int) -> Callable[..., Any]:
     return partial(kernel.warmup, grid=grid) if _compiling.get() else kernel[grid]
 
 
+def compiling() -> bool:
+    """Whether this is inside `compile_together`, where nothing is started."""
+    return _compiling.get()
+
+
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Options of a launch for kernels that may start early, and the constant that tells them to wait.
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.chunk_op import pack
+from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import (
     DTYPES,
@@ -133,7 +134,8 @@ def check_intra(
 ) -> Pairs:
     """Factors of each chunk (Eqs. 18–22, 25)."""
     right = exact(scenario, dtype)
-    f = stages.intra(*right.operands(device), "ieee")
+    x, table = right.operands(device)
+    f = stages.intra(x, table, "ieee", stages.decays(x, table))
     return {name: (getattr(f, name), getattr(right, name)) for name in names}
 
 
@@ -167,15 +169,31 @@ def check_gradient(
     """Gradients of the operands (Eqs. 53–82)."""
     right = exact(scenario, dtype)
     x, table = right.operands(device)
-    f = right.factors(device, stages.intra(x, table, "ieee").deep)
-    between = (right.give(name, device) for name in ("do", "starts", "R", "ends", "dR"))
-    grads = dict(zip("qkvgbw", stages.gradient(x, f, table, *between), strict=True))
+    sums = stages.decays(x, table)
+    f = right.factors(device, stages.intra(x, table, "ieee", sums).deep)
+    between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
+    do = right.give("do", device)
+    found = stages.gradient(x, f.A, f.deep, table, sums, do, between)
+    grads = dict(zip("qkvgbw", found, strict=True))
     return {f"d{name}": (grads[name], right.grads[name]) for name in names}
+
+
+def check_gradient_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """All of them by one kernel, where it takes such operands: nothing otherwise."""
+    right = exact(MILD, dtype)
+    x, table = right.operands(device)
+    if not stages.at_once(x, table):
+        return {}
+    f = right.factors(device)
+    between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
+    found = stages.gradient(x, f.A, f.deep, table, None, right.give("do", device), between)
+    return {f"d{n}": (y, right.grads[n]) for n, y in zip("qkvgbw", found, strict=True)}
 
 
 SCORES = ("Q_gamma", "K_tail", "gamma_C", "A_qk")
 # A kernel's name, and what compares it on a device in a dtype; `gdn2.ops.trust` remembers the names that fail.
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
+    "decays": partial(check_intra, ("gamma_C",), MILD),
     "scores": partial(check_intra, SCORES, MILD),
     "deep_scores": partial(check_intra, ("A_qk",), STRONG),
     "solve": partial(check_intra, ("A", "Y", "U"), MILD),
@@ -193,6 +211,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "delta_inputs": check_delta_inputs,
     "swiglu": check_swiglu,
     "matvec": check_matvec,
+    fused.NAME: check_gradient_at_once,  # where it is wrong or cannot run, the stages' kernels are used
 }
 
 

@@ -34,7 +34,7 @@ def run_forward(
     x: Operands, table: Table, state: Tensor, solve: str
 ) -> tuple[Factors, Tensor, Tensor]:
     """Factors, output and final state."""
-    f = stages.intra(x, table, solve)
+    f = stages.intra(x, table, solve, stages.decays(x, table))
     o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
     assert o is not None and final is not None
     return f, o, final
@@ -46,27 +46,43 @@ def backward(
     """Gradients of all operands and of the initial state, from those of output and final state."""
     with torch.cuda.device_of(x.k):
         x, table = contiguous(x), chunk_table(x, batch)
-        erases, solve = x.b is not None, batch.solve_precision
-        f = restore(saved, erases) if saved else stages.intra(x, table, solve)
-        return run_backward(x, f, table, state.contiguous(), do, d_final.contiguous())
+        d_final, solve = d_final.contiguous(), batch.solve_precision
+        return run_backward(x, table, state.contiguous(), solve, saved, do, d_final)
 
 
 def run_backward(
-    x: Operands, f: Factors, table: Table, state: Tensor, do: Tensor, d_final: Tensor
+    x: Operands,
+    table: Table,
+    state: Tensor,
+    solve: str,
+    saved: list[Tensor],
+    do: Tensor,
+    d_final: Tensor,
 ) -> Gradients:
-    """All gradients, from the factors."""
+    """All gradients; nothing is held longer than it is needed."""
+    at_once = stages.at_once(x, table)
+    sums = None if at_once and saved else stages.decays(x, table)
+    f = (
+        restore(saved, x.b is not None)
+        if sums is None or saved
+        else stages.intra(x, table, solve, sums)
+    )
+    if at_once:
+        sums = None
     _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
     assert starts is not None and R is not None
     dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final)
-    grads = stages.gradient(x, f, table, do, starts, R, ends, dR)
+    A, deep, between = f.A, f.deep, [starts, R, ends, dR]
+    del f, starts, R, ends, dR
+    grads = stages.gradient(x, A, deep, table, sums, do, between)
     return Gradients(*[*grads, d_state])
 
 
 def rehearse(x: Operands, table: Table, state: Tensor, solve: str, keep: str) -> None:
     """Start every kernel that this call will, and its backward if there is to be one."""
-    f, o, final = run_forward(x, table, state, solve)
+    _, o, final = run_forward(x, table, state, solve)
     if keep != "nothing":
-        run_backward(x, f, table, state, o, final)
+        run_backward(x, table, state, solve, [], o, final)
 
 
 def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:

@@ -3,28 +3,15 @@
 import triton
 import triton.language as tl
 
-from gdn2.ops.triton.tiles import (
-    DEEP,
-    KEY,
-    LATER,
-    LIFT,
-    PER_HALF,
-    READER,
-    key_decay,
-    load_decays,
-    load_readers,
-    load_rows,
-    load_signs,
-    precise,
-    sums,
-)
+from gdn2.ops.triton.decays import load_decays, load_whole
+from gdn2.ops.triton.tiles import DEEP, LIFT, lifted, load_readers, load_rows, precise
 
 
 @triton.jit
 def scores_kernel(
-    q_ptr, k_ptr, g_ptr, b_ptr,
+    q_ptr, k_ptr, b_ptr, since_ptr, after_ptr,
     Q_gamma_ptr, K_tail_ptr, E_bar_ptr, gamma_C_ptr, A_qk_ptr, T_ptr, deep_ptr,
-    start_ptr, length_ptr, signs_ptr, scale,
+    start_ptr, length_ptr, scale,
     HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr,
     DK: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
@@ -46,45 +33,45 @@ def scores_kernel(
     here = i_half * R
     rows, tokens = tl.arange(0, READERS), tl.arange(0, C)
     token, erase = here + rows % R, rows >= R
-    signs = i_half * PER_HALF
+    decay = i_chunk * HG + i_g
     dtype: tl.constexpr = Q_gamma_ptr.dtype.element_ty
 
     P = tl.zeros((READERS, C), ACC)
-    deepest = tl.zeros((READERS,), ACC)
+    deepest = tl.full((READERS,), 1.0, ACC)
     for first_col in range(0, DK, BK):
         cols = first_col + tl.arange(0, BK)
         inside = (cols < DK)[None, :]
-        g = load_decays(g_ptr, start, tokens, length, i_g, HG, G_WIDTH, cols, ACC)
+        first_half = load_whole(since_ptr, decay, R - 1, C, G_WIDTH, cols)
+        since = load_decays(since_ptr, decay, tokens, C, G_WIDTH, cols)
+        after = load_decays(after_ptr, decay, tokens, C, G_WIDTH, cols)
         K = load_rows(k_ptr, start, tokens, length, i_k, HK, DK, cols).to(ACC)
         if i_half == 0:
-            later = load_signs(signs_ptr, LATER, tokens, tokens, C)
-            tail = K * tl.exp(sums(later, g, DOT, ACC))
+            second_half = load_whole(since_ptr, decay, C - 1, C, G_WIDTH, cols)
+            later = after * tl.where((tokens < R)[:, None], second_half[None, :], 1.0)
             offset = (chunk * C + tokens[:, None]) * DK + cols[None, :]
-            tl.store(K_tail_ptr + offset, tail.to(dtype), mask=inside)
-            gamma_C = tl.exp(tl.sum(g, 0))
-            tl.store(gamma_C_ptr + chunk * DK + cols, gamma_C, mask=cols < DK)
+            tl.store(K_tail_ptr + offset, (K * later).to(dtype), mask=inside)
+            tl.store(gamma_C_ptr + chunk * DK + cols, first_half * second_half, mask=cols < DK)
 
-        upto = load_signs(signs_ptr, signs + READER, rows, tokens, C)
-        since = sums(upto, g, DOT, ACC)
-        deepest = tl.minimum(deepest, tl.min(since, 1))
+        # before the half a key decays until its start; inside, readers have lost what the key had not met
+        K *= tl.where((tokens < here)[:, None], after / LIFT, lifted(since))
+        K = tl.where((tokens < here + R)[:, None], K, 0.0)
+        since = load_decays(since_ptr, decay, token, C, G_WIDTH, cols)
+        deepest = tl.minimum(deepest, tl.min(tl.where(inside, since, 1.0), 1))
         X = load_readers(
             q_ptr, k_ptr, b_ptr, start, token, erase, length, i_k, i_b, scale,
             HK, HB, DK, B_WIDTH, cols, ACC,
         )  # fmt: skip
-        X *= tl.exp(since)
-        before = tl.exp(tl.sum(tl.where((tokens < here)[:, None], g, 0.0), 0))
-        X_gamma = (X * before[None, :]).to(dtype)
+        X *= since
+        X_gamma = (X * tl.where(here > 0, first_half, 1.0)[None, :]).to(dtype)
         offset = (chunk * C + token[:, None]) * DK + cols[None, :]
         tl.store(Q_gamma_ptr + offset, X_gamma, mask=inside & (erase == 0)[:, None])
         if B_WIDTH > 0:
             tl.store(E_bar_ptr + offset, X_gamma, mask=inside & erase[:, None])
 
         X *= LIFT
-        at_start = load_signs(signs_ptr, signs + KEY, tokens, tokens, C)
-        K *= key_decay(sums(at_start, g, DOT, ACC), tokens, here, R)
         P += precise(X, tl.trans(K), DOT, PRECISION, ACC)
 
-    deep = deepest < -DEEP
+    deep = deepest < DEEP
     causal = (tokens[None, :] < token[:, None]) | (
         (tokens[None, :] == token[:, None]) & (erase == 0)[:, None]
     )

@@ -1,6 +1,6 @@
 """The kernels as functions on tensors: allocation, dtypes and launches."""
 
-from functools import cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn2.ops.arguments import state_dtype
+from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton.ahead import over
+from gdn2.ops.triton.ahead import compiling, over
+from gdn2.ops.triton.decays import decays_kernel
 from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
 from gdn2.ops.triton.gradient import (
     gradient_keys_kernel,
@@ -30,6 +32,13 @@ class Table(NamedTuple):
     start: Tensor  # [M] first token of each chunk
     length: Tensor  # [M] its tokens
     first: Tensor  # [N + 1] first chunk of each sequence
+
+
+class Decays(NamedTuple):
+    """Decays inside each half of a chunk [M, H_g, C, width of g]: since its start, and after a token until its end."""
+
+    since: Tensor
+    after: Tensor
 
 
 class Factors(NamedTuple):
@@ -77,30 +86,6 @@ def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:
     return {"DOT": operand, "PRECISION": products, "SOLVE": solve, "ACC": accumulate}
 
 
-def signs(size: int, arithmetic: dict[str, object], device: torch.device) -> Tensor:
-    """The matrices of signs that `tiles` numbers, in the dtype in which products take them."""
-    half = arithmetic["DOT"] is tl.bfloat16
-    wide = torch.float64 if arithmetic["ACC"] is tl.float64 else torch.float32
-    # a table first made while a graph is captured would be filled only when the graph runs
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    make = make_signs.__wrapped__ if capturing else make_signs
-    return make(size, torch.bfloat16 if half else wide, device)
-
-
-@cache
-def make_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[5, C, C]; a half's readers are its queries, then its erase rows."""
-    token = torch.arange(size, device=device)
-    matrices = []
-    for here in (0, size // 2):
-        reader = here + token % (size // 2)
-        until = (token > token[:, None]) & (token < here)
-        since = (token >= here) & (token <= token[:, None])
-        matrices.append((token >= here) & (token <= reader[:, None]))
-        matrices.append(until.to(dtype) - since.to(dtype))
-    return torch.stack([m.to(dtype) for m in (*matrices, token > token[:, None])])
-
-
 def block(width: int, most: int) -> int:
     """Power of two that covers a width, from 16 to `most`."""
     return max(16, min(most, triton.next_power_of_2(width)))
@@ -138,7 +123,20 @@ def new_factors(x: Operands, chunks: int, size: int) -> Factors:
     )
 
 
-def intra(x: Operands, table: Table, solve: str) -> Factors:
+def decays(x: Operands, table: Table) -> Decays:
+    """What both passes need of the decays."""
+    M, C, (_, HG, width) = table.start.numel(), table.size, x.g.shape
+    how, shape = launch("decays", x.k.device), (M, HG, C, width)
+    BK = block(width, how.key_block)
+    found = Decays(*(x.g.new_empty(shape, dtype=state_dtype(x.q)) for _ in range(2)))
+    over(decays_kernel, 2 * M * HG, triton.cdiv(width, BK))(
+        x.g, *found, table.start, table.length, HG=HG, G_WIDTH=width, R=C // 2, BK=BK,
+        ACC=precision(x.q.dtype, "ieee")["ACC"], num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    return found
+
+
+def intra(x: Operands, table: Table, solve: str, sums: Decays) -> Factors:
     """Everything a chunk can compute on its own (Eqs. 18–22, 25)."""
     M, H, C, DK = table.start.numel(), x.heads, table.size, x.k.shape[2]
     erases = x.b is not None
@@ -150,8 +148,8 @@ def intra(x: Operands, table: Table, solve: str) -> Factors:
     how = launch("scores", x.k.device)
     BK = block(DK, how.key_block)
     over(scores_kernel, 2 * M * H)(
-        x.q, x.k, x.g, x.b, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
-        table.start, table.length, signs(C, arithmetic, x.k.device), x.scale,
+        x.q, x.k, x.b, *sums, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
+        table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
@@ -230,72 +228,29 @@ def scan_reverse(
 
 def gradient(
     x: Operands,
-    f: Factors,
+    A: Tensor | None,
+    deep: Tensor,
     table: Table,
+    sums: Decays | None,
     do: Tensor,
-    starts: Tensor,
-    R: Tensor,
-    ends: Tensor,
-    dR: Tensor,
+    between: list[Tensor],
 ) -> list[Tensor]:
-    """Gradients of q, k, v, g, b and w (empty where absent), summed over what they were broadcast over."""
-    M, H, C = table.start.numel(), x.heads, table.size
-    DK, DV = x.k.shape[2], x.v.shape[2]
-    arithmetic = precision(x.q.dtype, "ieee")
-    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
-    scores = torch.float32 if x.q.dtype == torch.float16 else x.q.dtype
-    dv = torch.empty_like(x.v)
-    dw = x.v.new_empty(0) if x.w is None else torch.empty_like(x.w)
-    dA_qk = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q))
-    dT = torch.empty_like(dA_qk) if x.b is not None else None
-    dZ = torch.empty_like(dR) if x.b is not None else dR
-    how = launch("gradient_values", x.k.device)
-    over(gradient_values_kernel, M * H)(
-        x.v, x.w, do, f.A, R, dR, dZ, dv, dw, dA_qk, dT, table.start, table.length,
-        H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
-        C=C, BV=block(DV, how.value_block), ERASE=x.b is not None,
-        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
-        num_warps=how.num_warps, num_stages=how.num_stages,
-    )  # fmt: skip
+    """Gradients of q, k, v, g, b and w (empty where absent), summed over what they were broadcast over.
 
-    how = launch("gradient_states", x.k.device)
-    BK = block(DK, how.key_block)
-    dX = [x.k.new_empty(M, H, C, DK, dtype=scores) for _ in range(3)]
-    d_chunk = x.k.new_empty(M, H, DK, dtype=state_dtype(x.q))
-    over(gradient_states_kernel, M * H, triton.cdiv(DK, BK))(
-        do, R, dZ, starts, ends, *dX, d_chunk, table.start, table.length,
-        H=H, HV=x.v.shape[1], DK=DK, DV=DV, C=C, BK=BK, BV=block(DV, how.value_block),
-        ERASE=x.b is not None, PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
-        num_warps=how.num_warps, num_stages=how.num_stages,
-    )  # fmt: skip
-
-    how = launch("gradient_keys", x.k.device)
-    BK = block(DK, how.key_block)
-    blocks, L = triton.cdiv(DK, BK), x.k.shape[0]
-
-    def new(like: Tensor) -> Tensor:
-        partial = like.shape[2] == 1 < DK or like.shape[1] < H
-        width = blocks if like.shape[2] == 1 else DK
-        return like.new_empty(
-            L,
-            H,
-            width,
-            dtype=torch.float32 if partial and like.dtype != torch.float64 else like.dtype,
-        )
-
-    dq, dk, dg = new(x.q), new(x.k), new(x.g)
-    db = x.k.new_empty(0) if x.b is None else new(x.b)
-    over(gradient_keys_kernel, 2 * M * H, blocks)(
-        x.q, x.k, x.g, x.b, *dX, d_chunk, dA_qk, dT, f.deep, dq, dk, dg, db,
-        table.start, table.length, x.scale, **sizes(x), R=C // 2, BK=BK,
-        HALF=x.q.dtype in (torch.float16, torch.bfloat16), DOT=arithmetic["DOT"],
-        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
-        num_warps=how.num_warps, num_stages=how.num_stages,
-    )  # fmt: skip
-    over(deep_gradient_kernel, M * H, blocks)(
-        x.q, x.k, x.g, x.b, dA_qk, dT, f.deep, dq, dk, dg, db, table.start, table.length, x.scale,
-        **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
-    )  # fmt: skip
+    Between the scans and this are states at chunk starts, residuals, and gradients of states at chunk ends and of
+    residuals. The list is emptied: their memory is given back as soon as each was used. Without `sums` one kernel does
+    it all, if it takes such operands (`at_once`).
+    """
+    if sums is None:
+        return gradient_at_once(x, A, deep, table, do, between)
+    starts, R, ends, dR = between
+    between.clear()
+    dZ, dv, dw, *scores = gradient_values(x, A, table, do, R, dR)
+    del dR
+    outside = gradient_states(x, table, sums, do, R, dZ, starts, ends, scores)
+    del starts, R, ends, dZ
+    dq, dk, dg, db = gradient_keys(x, deep, table, sums.since, outside, scores)
+    del outside, scores
     return [
         sum_to(dq, x.q),
         sum_to(dk, x.k),
@@ -304,6 +259,127 @@ def gradient(
         db if x.b is None else sum_to(db, x.b),
         dw,
     ]
+
+
+def at_once(x: Operands, table: Table) -> bool:
+    """Whether one kernel makes all gradients, without the decays."""
+    return fused.takes(x, table.size)
+
+
+def gradient_at_once(
+    x: Operands, A: Tensor | None, deep: Tensor, table: Table, do: Tensor, between: list[Tensor]
+) -> list[Tensor]:
+    """The same by one kernel, and one for deep rows."""
+    assert A is not None
+    found, scores = fused.gradients(
+        x, A, deep, table.start, table.length, do, between, run=not compiling()
+    )
+    between.clear()
+    dq, dk, dv, dg, db, dw = found
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db))
+    return [dq, dk, dv, dg, db, dw]
+
+
+def gradient_values(
+    x: Operands, A: Tensor | None, table: Table, do: Tensor, R: Tensor, dR: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dZ, dv, dw, dA_qk and dT."""
+    M, H, C, DV = table.start.numel(), x.heads, table.size, x.v.shape[2]
+    arithmetic = precision(x.q.dtype, "ieee")
+    dv = torch.empty_like(x.v)
+    dw = x.v.new_empty(0) if x.w is None else torch.empty_like(x.w)
+    dA_qk = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q))
+    dT = torch.empty_like(dA_qk) if x.b is not None else None
+    dZ = torch.empty_like(dR) if x.b is not None else dR
+    how = launch("gradient_values", x.k.device)
+    over(gradient_values_kernel, M * H)(
+        x.v, x.w, do, A, R, dR, dZ, dv, dw, dA_qk, dT, table.start, table.length,
+        H=H, HV=x.v.shape[1], DV=DV, W_WIDTH=0 if x.w is None else x.w.shape[2],
+        C=C, BV=block(DV, how.value_block), ERASE=x.b is not None,
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    return dZ, dv, dw, dA_qk, dT
+
+
+def gradient_states(
+    x: Operands,
+    table: Table,
+    sums: Decays,
+    do: Tensor,
+    R: Tensor,
+    dZ: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    scores: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """What reaches queries, erase rows and keys from outside of their half, and the decays over halves."""
+    M, H, C, DK, wide = table.start.numel(), x.heads, table.size, x.k.shape[2], R.shape[-1]
+    arithmetic = precision(x.q.dtype, "ieee")
+    dtype = torch.float32 if x.q.dtype == torch.float16 else x.q.dtype
+    dX = [x.k.new_empty(M, H, C, DK, dtype=dtype) for _ in range(3)]
+    d_whole = x.k.new_empty(M, H, 2, DK, dtype=state_dtype(x.q))
+    how = launch("gradient_states", x.k.device)
+    BK = block(DK, how.key_block)
+    over(gradient_states_kernel, M * H, triton.cdiv(DK, BK))(
+        x.q, x.k, x.b, *sums, do, R, dZ, starts, ends, *scores, *dX, d_whole,
+        table.start, table.length, x.scale, **sizes(x), WIDE=wide, C=C, BK=BK,
+        BV=block(wide, how.value_block),
+        PRECISION=arithmetic["PRECISION"], ACC=arithmetic["ACC"],
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    return [*dX, d_whole]
+
+
+def gradient_keys(
+    x: Operands,
+    deep: Tensor,
+    table: Table,
+    since: Tensor,
+    outside: Sequence[Tensor],
+    scores: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dg and db, per key-side head, and per block of channels where a gate has width one."""
+    M, H, C, (L, _, DK) = table.start.numel(), x.heads, table.size, x.k.shape
+    arithmetic = precision(x.q.dtype, "ieee")
+    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
+    how = launch("gradient_keys", x.k.device)
+    BK = block(DK, how.key_block)
+    blocks = triton.cdiv(DK, BK)
+
+    def new(like: Tensor) -> Tensor:
+        partial = like.shape[2] == 1 < DK or like.shape[1] < H
+        dtype = torch.float32 if partial and like.dtype != torch.float64 else like.dtype
+        return like.new_empty(L, H, blocks if like.shape[2] == 1 else DK, dtype=dtype)
+
+    dq, dk, dg = new(x.q), new(x.k), new(x.g)
+    db = x.k.new_empty(0) if x.b is None else new(x.b)
+    over(gradient_keys_kernel, 2 * M * H, blocks)(
+        x.q, x.k, x.b, since, *outside, *scores, deep, dq, dk, dg, db,
+        table.start, table.length, x.scale, **sizes(x), R=C // 2, BK=BK,
+        HALF=x.q.dtype in (torch.float16, torch.bfloat16), **products,
+        num_warps=how.num_warps, num_stages=how.num_stages,
+    )  # fmt: skip
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db))
+    return dq, dk, dg, db
+
+
+def deep_gradient(
+    x: Operands,
+    deep: Tensor,
+    table: Table,
+    scores: Sequence[Tensor | None],
+    found: Sequence[Tensor],
+) -> None:
+    """Add what flows through deep rows to dq, dk, dg and db."""
+    M, DK = table.start.numel(), x.k.shape[2]
+    arithmetic = precision(x.q.dtype, "ieee")
+    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
+    BK = block(DK, launch("gradient_keys", x.k.device).key_block)
+    over(deep_gradient_kernel, M * x.heads, triton.cdiv(DK, BK))(
+        x.q, x.k, x.g, x.b, *scores, deep, *found, table.start, table.length, x.scale,
+        **sizes(x), R=table.size // 2, BK=BK, **products, num_warps=4,
+    )  # fmt: skip
 
 
 def sum_to(partial: Tensor, like: Tensor) -> Tensor:

@@ -1,22 +1,16 @@
-"""What the kernels share: loads of packed tokens, sums of log-decays, triangular products.
+"""What the kernels share: loads of packed tokens, decay factors, triangular products.
 
 A chunk is handled as two halves of R = C/2 tokens. The readers of a half, its queries and its erase rows, are stacked
-into one tile of C rows and measured from the half's start. Keys before it meet them there with exponents at most
-zero; keys inside have exponents of at least zero, exact as long as they are finite. Rows where some channel has decayed
-by more than `DEEP` are left out inside their half and take the halving down to single tokens instead, in kernels of
+into one tile of C rows and measured from the half's start. Keys before it meet them there with decays at most one;
+keys inside with inverse decays of at least one, exact as long as they are finite. Rows where some channel has decayed
+to less than `DEEP` are left out inside their half and take the halving down to single tokens instead, in kernels of
 their own (`deep.py`). That choice looks at tokens up to the row only, so nothing in the future moves a bit of the past.
-
-In the scores all sums of log-decays are products with matrices of signs: tensor cores do them beside the other
-products, without passing tiles between warps.
 """
 
 import triton
 import triton.language as tl
 
-DEEP = tl.constexpr(80.0)  # exp(80) is finite in fp32 and bf16
-BOUND = tl.constexpr(
-    81.0
-)  # of keys' exponents: sums in another order may pass the rows' bound by a rounding
+DEEP = tl.constexpr(1.8e-35)  # about exp(-80), whose inverse is finite in fp32 and bf16
 # about exp(40): moves factors between exp(-80) and 1, and between 1 and exp(80), to the middle of the range
 LIFT = tl.constexpr(2.0**58)
 
@@ -104,49 +98,10 @@ def precise(X, Y, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def load_decays(
-    g_ptr, start, rows, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """Log-decays of the tokens of a chunk."""
-    g = load_rows(g_ptr, start, rows, length, i_head, HEADS, WIDTH, cols, True).to(ACC)
-    return tl.maximum(g, -1e30)  # nothing times minus infinity is not a number
-
-
-@triton.jit
-def decay_sums(
-    g_ptr, start, rows, first, length, i_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, cols,
-    DOT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Log-decays of a half and their sums since its start (own included) and after each token until its end.
-
-    The second is a sum of the rows below, not a difference, so nothing cancels.
-    """
-    g = load_decays(g_ptr, start, first + rows, length, i_head, HEADS, WIDTH, cols, ACC)
-    upto = tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0)
-    beyond = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)
-    signs: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else ACC
-    return g, sums(upto.to(signs), g, DOT, ACC), sums(beyond.to(signs), g, DOT, ACC)
-
-
-# Matrices of signs [C, C], made by `stages.signs`: READER and KEY for each half, then LATER.
-READER = tl.constexpr(0)  # g that a reader's decay since its half's start sums
-KEY = tl.constexpr(1)  # g that a key's exponent at the start of the half sums
-PER_HALF = tl.constexpr(2)
-LATER = tl.constexpr(4)  # g after a token, until the chunk's end
-
-
-@triton.jit
-def load_signs(ptr, which, rows, cols, C: tl.constexpr):
-    """One matrix of signs, or its first rows or columns."""
-    return tl.load(ptr + which * (C * C) + rows[:, None] * C + cols[None, :])
-
-
-@triton.jit
-def key_decay(exponent, tokens, here, R: tl.constexpr):
-    """Factor of the keys at the start of a half, lowered; zero for later keys, and where no row needs it."""
-    known = (tokens < here + R)[:, None] & (exponent <= BOUND)
-    return tl.where(known, tl.exp(exponent), 0.0) / LIFT
+def lifted(since):
+    """What a key inside a half has more than at its start, lowered; zero where all rows that would meet it are deep."""
+    known = since >= DEEP
+    return tl.where(known, 1.0 / (tl.where(known, since, 1.0) * LIFT), 0.0)
 
 
 @triton.jit

@@ -70,12 +70,13 @@ def run_stages(dtype: torch.dtype, width: int, chunk: int) -> None:
     x = Operands(zeros(), zeros(), zeros(), zeros(torch.float32), zeros(), zeros(), 0.1)
     table = stages.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
     state = torch.zeros(1, 2, width, width)
-    f = stages.intra(x, table, "ieee")
+    sums = stages.decays(x, table)
+    f = stages.intra(x, table, "ieee", sums)
     stages.scan(x, f, table, state, outputs=True, save=False)
     _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
     assert starts is not None and R is not None
     dR, ends, _ = stages.scan_reverse(x, f, table, x.v, state)
-    stages.gradient(x, f, table, x.v, starts, R, ends, dR)
+    stages.gradient(x, f.A, f.deep, table, sums, x.v, [starts, R, ends, dR])
 
 
 def main(wanted: str, *cases: str) -> None:

@@ -220,7 +220,7 @@ def test_factors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = literal(case)
     x, expected, table = by_hand.given()
     solve = spy(monkeypatch, "solve_kernel")
-    f = stages.intra(x, table, "ieee")
+    f = stages.intra(x, table, "ieee", stages.decays(x, table))
     for name in ("Q_gamma", "K_tail", "gamma_C", "A_qk", "U"):
         assert_close(name, getattr(f, name), getattr(expected, name), EXACT)
     assert torch.equal(f.deep, expected.deep)
@@ -269,7 +269,9 @@ def test_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     states = spy(monkeypatch, "gradient_states_kernel")
     keys = spy(monkeypatch, "gradient_keys_kernel")
     tiles = (by_hand.starts, by_hand.R, by_hand.d_ends, by_hand.dR)
-    grads = stages.gradient(x, f, table, by_hand.do, *map(by_hand.rows, tiles))
+    sums = stages.decays(x, table)
+    between = [*map(by_hand.rows, tiles)]
+    grads = stages.gradient(x, f.A, f.deep, table, sums, by_hand.do, between)
     assert_close("dZ", states.seen["dZ_ptr"][:-1], by_hand.dZ[:-1], EXACT)
     assert_close("dA_qk", keys.seen["dA_qk_ptr"][:-1].tril(), by_hand.dA_qk[:-1].tril(), EXACT)
     if x.b is not None:

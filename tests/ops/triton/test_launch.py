@@ -21,6 +21,7 @@ from gdn2.bench import tune
 from gdn2.bench.operator import Plan, Shape
 from gdn2.ops.backends import STAGES
 from gdn2.ops.chunk_op import pack
+from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.pipeline import Batch
 from gdn2.ops.triton import (
     checks,
@@ -261,7 +262,7 @@ def test_warming_up_compiles_what_a_call_uses(
 
 def test_every_kernel_is_checked() -> None:
     assert sorted(KERNELS) == sorted(STAGES)
-    assert list(checks.CHECKS) == [*STAGES, *COMPANIONS]
+    assert list(checks.CHECKS) == [*STAGES, *COMPANIONS, fused.NAME]
     for module, *names in COMPANIONS.values():
         assert {f"{name}_kernel" for name in names} == {
             name for name in vars(module) if name.endswith("_kernel")
@@ -382,5 +383,7 @@ def test_every_stage_can_be_tuned_and_tried_out() -> None:
     assert set(tune.prepare(TINY.shapes[0], TINY)) == set(DEFAULT)
     assert tune.try_out(TINY, "scan", Launch(256, 16, 4)) == ""
     assert "Error" in tune.try_out(TINY, "scores", Launch(24, 0, 1))
-    with pytest.raises(ValueError, match="kernel: got 'scna', expected one of scores, solve, scan"):
+    with pytest.raises(
+        ValueError, match="kernel: got 'scna', expected one of decays, scores, solve, scan"
+    ):
         list(tune.candidates(["scna"]))

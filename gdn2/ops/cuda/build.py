@@ -1,0 +1,141 @@
+"""CUDA C++ compiled by NVRTC, the library that torch brings along, kept on disk, and started on torch's stream."""
+
+import ctypes
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gdn2.ops.trust import verdict_file
+
+SOURCES = Path(__file__).parent
+MOST_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused."""
+
+
+@cache
+def compiler() -> ctypes.CDLL:
+    """NVRTC of torch's CUDA version: loaded already, in the linker's path, or where its package puts it."""
+    major = str(torch.version.cuda).split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).parent.parent / "nvidia"
+    for place in (name, *sorted(map(str, packages.glob(f"*/lib/{name}")))):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise CudaError(f"{name} is not to be found")
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """The GPU's driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as missing:
+        raise CudaError(f"libcuda.so.1: {missing}") from None
+
+
+def source(file: str, given: frozenset[str] = frozenset()) -> str:
+    """A kernel's source with what it includes, each file once; none of those that are given already."""
+    seen = set(given)
+
+    def read(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = (SOURCES / file).read_text().replace("#pragma once\n", "")
+        return re.sub(r'#include "(.+)"\n', lambda found: read(found[1]), text)
+
+    return read(file)
+
+
+def compiled(name: str, options: Sequence[str]) -> bytes:
+    """Machine code of a kernel for one GPU; compiled once for a machine, as long as nothing changes."""
+    text, version = source(f"{name}.cu"), (ctypes.c_int * 2)()
+    compiler().nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    key = hashlib.sha256("\0".join([text, *options, *map(str, version)]).encode()).hexdigest()
+    file = verdict_file().parent / "cuda" / f"{name}-{key[:16]}.cubin"
+    try:
+        return file.read_bytes()
+    except OSError:
+        code = compile_source(text, name, options)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_bytes(code)
+        written.replace(file)  # at once: another process reads all of it or nothing
+    except OSError:
+        pass  # compiled again next time
+    return code
+
+
+def compile_source(text: str, name: str, options: Sequence[str]) -> bytes:
+    """Machine code of a source; raises `CudaError` with the compiler's words."""
+    nvrtc, program = compiler(), ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None
+    )
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given) != 0:
+            raise CudaError(f"{name}.cu does not compile: {_text(nvrtc, program, 'ProgramLog')}")
+        return _bytes(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _bytes(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:
+    return _bytes(nvrtc, program, what).rstrip(b"\0").decode(errors="replace").strip()
+
+
+class Kernel:
+    """A kernel loaded on the current device."""
+
+    def __init__(self, name: str, options: Sequence[str], threads: int, shared_memory: int) -> None:
+        self.threads, self.shared_memory = threads, shared_memory
+        self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream()  # the driver needs torch's context
+        _require(driver().cuModuleLoadData(ctypes.byref(self.module), compiled(name, options)))
+        _require(
+            driver().cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode())
+        )
+        _require(driver().cuFuncSetAttribute(self.function, MOST_SHARED_MEMORY, shared_memory))
+
+    def __call__(self, programs: int, *arguments: Tensor | float) -> None:
+        """Start programs on the current stream; tensors are passed as pointers, numbers as floats."""
+        values = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_float(a)
+            for a in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        grid, block = (programs, 1, 1), (self.threads, 1, 1)
+        _require(
+            driver().cuLaunchKernel(
+                self.function, *grid, *block, self.shared_memory, stream, pointers, None
+            )
+        )
+
+
+def _require(status: int) -> None:
+    if status != 0:
+        message = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(message))
+        raise CudaError((message.value or b"unknown error").decode())

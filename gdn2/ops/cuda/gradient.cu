@@ -1,0 +1,92 @@
+// Gradients of all operands of a chunk by the short backward (Eqs. 53-82), in one kernel for Hopper and its successors.
+//
+// A program works on one chunk of 64 tokens and one head. Along the value channels it makes dZ = A^T dR, dV, dW and the
+// score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of all tokens
+// and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come through the states
+// at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half (keys.cuh), with decays
+// measured as in gdn2/ops/triton/tiles.py. Deep rows are left to the Triton kernel for them.
+#include "keys.cuh"
+#include "states.cuh"
+#include "values.cuh"
+
+struct Arguments {
+    Operands x;
+    const void *v, *w, *d_out, *A, *R, *dR, *starts, *ends;
+    const char* deep;
+    float *dA_qk, *dT;
+    void *dv, *dw;
+};
+
+template <bool FULL> DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Arguments& a) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const char* deep = a.deep + chunk.index * C;
+    for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
+        copy_async(memory + AT_A + square_at(n / 8, n % 8), static_cast<const char*>(a.A) + 2 * (chunk.index * C * C + 8 * n), true);
+    }
+    for (int n = threadIdx.x; n < C * D / 8; n += THREADS) {
+        const int token = n / (D / 4) * 2, four = n % (D / 4);
+        const char* rows = static_cast<const char*>(a.R) + 2 * ((chunk.index * C + token) * D + 4 * four);
+        const Pair2 x = chunk.load(a.d_out, token, 4 * four), y = chunk.load(a.d_out, token + 1, 4 * four);
+        const Pair2 r = read2(rows), s = read2(rows + 2 * D);
+        *reinterpret_cast<Pair4*>(memory + AT_DO + value_at(token, four)) = {x.x, y.x, x.y, y.y};
+        *reinterpret_cast<Pair4*>(memory + AT_R + value_at(token, four)) = {r.x, s.x, r.y, s.y};
+    }
+    const auto fetch = [&](const void* tokens, int bytes) {
+        const int token = threadIdx.x % C;
+        if (chunk.knows(token)) {
+            prefetch(static_cast<const char*>(tokens) + bytes * (chunk.first + token * (HEADS * D)), bytes * D);
+        }
+    };
+    if (threadIdx.x < C) fetch(a.v, 2), fetch(a.w, 2);
+    if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.starts) + 2 * (chunk.index * D * D), 2 * D * D);
+    wait_for_copies();
+    __syncthreads();
+    value_gradients(memory, chunk, a.dR, a.v, a.w, a.dv, a.dw, warp, lane);
+    const bool any = __syncthreads_or(deep[threadIdx.x % C]);
+    if (threadIdx.x < C) fetch(a.x.k, 2), fetch(a.x.g, 4), fetch(a.x.q, 2), fetch(a.x.b, 2);
+    if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.ends) + 2 * (chunk.index * D * D), 2 * D * D);
+    Pair4 S[2][D / 32];
+    load_state(S, a.starts, chunk.index, warp, lane);
+    const i64 square = chunk.index * C * C;
+    score_gradients(memory, deep, any ? a.dA_qk + square : nullptr, any ? a.dT + square : nullptr, warp, lane);
+    const Own own(memory, warp, lane);
+    {
+        Tile<8> tails = {};
+        float d_state[2];
+        state_gradients(tails, d_state, memory, S, a.ends, chunk.index, warp, lane);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float even = from_lane(d_state[j], 8 * (lane & 3)), odd = from_lane(d_state[j], 8 * (lane & 3) + 4);
+            if (lane < 4) own.channel[4 * (D_STATE + j)] = {{even, odd}};
+        }
+        __syncthreads();
+        keep(memory, 2, tails);
+    }
+#pragma unroll 1
+    for (int j = 0; j < 2; j++) {
+        const int channel = 16 * warp + 8 * j + 2 * (lane & 3);
+        Inputs in;
+        load_inputs(in, own, a.x, chunk, channel, lane);
+        Between between;
+        meet_halves(between, memory, in.K[0], own, j, lane);
+#pragma unroll
+        for (int half = 1; half >= 0; half--) half_gradients(memory, a.x, chunk, in, between, own, j, half, channel, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) gradient(
+    const void* q, const void* k, const void* v, const float* g, const void* b, const void* w, const void* d_out,
+    const void* A, const void* R, const void* dR, const void* starts, const void* ends, const char* deep,
+    const i64* start, const i64* length, float* dA_qk, float* dT,
+    void* dq, void* dk, void* dv, float* dg, void* db, void* dw, float scale) {
+    SHARED_MEMORY(memory);
+    const i64 index = blockIdx.x, first = (start[index / HEADS] * HEADS + index % HEADS) * D;
+    const int tokens = static_cast<int>(length[index / HEADS]);
+    const Arguments a = {
+        {q, k, b, g, dq, dk, db, dg, scale}, v, w, d_out, A, R, dR, starts, ends, deep, dA_qk, dT, dv, dw};
+    if (tokens == C) {
+        chunk_gradients(memory, Chunk<true>{index, first, C}, a);
+    } else {
+        chunk_gradients(memory, Chunk<false>{index, first, tokens}, a);
+    }
+}

@@ -1,0 +1,163 @@
+// What `warp.cuh` offers, on the CPU: the threads of a program are fibers that wait for each other where a warp or a
+// program acts together.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __launch_bounds__(...)
+#define DEVICE inline
+#define SHARED_MEMORY(name) char* name = shared
+
+using u32 = unsigned int;
+using i64 = long long;
+struct alignas(8) Pair2 { u32 x, y; };
+struct alignas(16) Pair4 { u32 x, y, z, w; };
+struct alignas(8) Float2 { float v[2]; };
+struct alignas(16) Float4 { float v[4]; };
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+};
+struct Index { int x; };
+struct Barrier { int arrived = 0, generation = 0; };
+
+alignas(1024) static char shared[256 * 1024];
+static Fiber fibers[1024];
+static ucontext_t scheduler;
+static int threads, current, any;
+static Index blockIdx;
+static Barrier warps[32], program;
+static char exchange[32][32][64];  // of each warp and lane
+static std::function<void()> body;
+#define threadIdx (Index{current})
+
+inline void wait(Barrier& barrier, int all) {
+    const int generation = barrier.generation;
+    if (++barrier.arrived == all) {
+        barrier.arrived = 0, barrier.generation++;
+    } else {
+        while (barrier.generation == generation) swapcontext(&fibers[current].context, &scheduler);
+    }
+}
+inline void __syncwarp() { wait(warps[current / 32], 32); }
+inline void __syncthreads() { wait(program, threads); }
+inline int __syncthreads_or(int value) {
+    __syncthreads();
+    any = 0;
+    __syncthreads();
+    any |= value != 0;
+    __syncthreads();
+    return any;
+}
+
+template <class T> void give(const T& x) {
+    memcpy(exchange[current / 32][current % 32], &x, sizeof(T));
+    __syncwarp();
+}
+template <class T> T take(int lane) {
+    T x;
+    memcpy(&x, exchange[current / 32][lane], sizeof(T));
+    return x;
+}
+
+inline float as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline float first(u32 pair) { return as_float(pair << 16); }
+inline float second(u32 pair) { return as_float(pair & 0xffff0000u); }
+inline u32 rounded(float x) { u32 bits; memcpy(&bits, &x, 4); return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
+inline u32 pack(float a, float b) { return rounded(a) | (rounded(b) << 16); }
+inline float exp2_fast(float x) { const float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
+inline Pair2 read2(const void* p) { Pair2 x; memcpy(&x, p, 8); return x; }
+inline Pair4 read4(const void* p) { Pair4 x; memcpy(&x, p, 16); return x; }
+
+struct Operand { u32 a[4], b[2]; };
+inline void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0, u32 b1) {
+    give(Operand{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int group = current % 32 / 4, place = current % 4;
+    float* d[4] = {&d0, &d1, &d2, &d3};
+    for (int r = 0; r < 4; r++) {
+        const int row = group + 8 * (r / 2), column = 2 * place + r % 2;
+        for (int k = 0; k < 16; k++) {
+            const u32 x = take<Operand>(row % 8 * 4 + k % 8 / 2).a[row / 8 + 2 * (k / 8)];
+            const u32 y = take<Operand>(column * 4 + k % 8 / 2).b[k / 8];
+            *d[r] += k % 2 ? second(x) * second(y) : first(x) * first(y);
+        }
+    }
+    __syncwarp();
+}
+
+inline void load_matrices(u32 (&r)[4], const void* row) {
+    give(row);
+    for (int i = 0; i < 4; i++) memcpy(&r[i], take<const char*>(8 * i + current % 32 / 4) + 4 * (current % 4), 4);
+    __syncwarp();
+}
+inline void load_transposed(u32 (&r)[4], const void* row) {
+    give(row);
+    for (int i = 0; i < 4; i++) {
+        uint16_t pair[2];
+        for (int x = 0; x < 2; x++) memcpy(&pair[x], take<const char*>(8 * i + 2 * (current % 4) + x) + 2 * (current % 32 / 4), 2);
+        r[i] = pair[0] | (u32(pair[1]) << 16);
+    }
+    __syncwarp();
+}
+inline u32 transpose(u32 x) {
+    give(x);
+    u32 pair[2];
+    for (int k = 0; k < 2; k++) pair[k] = take<u32>((2 * (current % 4) + k) * 4 + current % 32 / 8) >> (current / 4 % 2 * 16) & 0xffff;
+    __syncwarp();
+    return pair[0] | (pair[1] << 16);
+}
+
+inline float from_lane(float x, int lane) {
+    give(x);
+    const float y = take<float>(lane);
+    __syncwarp();
+    return y;
+}
+inline float from_other(float x, int mask) { return from_lane(x, current % 32 ^ mask); }
+inline float add_lower(float x, int by) {
+    const int lane = current % 32;
+    const float y = from_lane(x, lane >= by ? lane - by : lane);
+    return lane >= by ? x + y : x;
+}
+
+inline void copy_async(void* to, const void* from, bool valid) { valid ? memcpy(to, from, 16) : memset(to, 0, 16); }
+inline void wait_for_copies() {}
+inline void prefetch(const void*, int) {}
+
+inline void enter() {
+    body();
+    fibers[current].done = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+// Run one program of so many threads to its end; what shared memory holds at first is no number.
+inline void run_program(int index, int count, const std::function<void()>& work) {
+    threads = count, blockIdx.x = index, body = work;
+    memset(shared, 0xff, sizeof shared);
+    for (int t = 0; t < threads; t++) {
+        Fiber& fiber = fibers[t];
+        fiber.stack.resize(256 * 1024);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = &scheduler;
+        fiber.done = false;
+        makecontext(&fiber.context, enter, 0);
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        for (int t = 0; t < threads; t++) {
+            if (fibers[t].done) continue;
+            current = t, busy = true;
+            swapcontext(&scheduler, &fibers[t].context);
+        }
+    }
+}

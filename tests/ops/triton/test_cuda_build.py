@@ -1,0 +1,98 @@
+"""Compiling CUDA C++ on demand, with a compiler that is made up."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gdn2.ops.cuda import build
+
+
+class Compiler:
+    """NVRTC's interface: "compiles" a source to its length, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.calls = fails, 0
+        self.text = b""
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:  # noqa: N802
+        return 0
+
+    def nvrtcCreateProgram(self, program: Any, text: bytes, *_: Any) -> int:  # noqa: N802
+        self.text = text
+        return 0
+
+    def nvrtcCompileProgram(self, program: Any, count: int, options: Any) -> int:  # noqa: N802
+        self.calls += 1
+        self.options = [options[i] for i in range(count)]
+        return 6 if self.fails else 0
+
+    def result(self) -> bytes:
+        return b"gradient.cu(3): error: no such thing\0" if self.fails else b"code " + self.text[:9]
+
+    def size(self, program: Any, size: Any) -> int:
+        size._obj.value = len(self.result())
+        return 0
+
+    def copy(self, program: Any, buffer: Any) -> int:
+        ctypes.memmove(buffer, self.result(), len(self.result()))
+        return 0
+
+    def nvrtcDestroyProgram(self, program: Any) -> int:  # noqa: N802
+        return 0
+
+    nvrtcGetCUBINSize = nvrtcGetProgramLogSize = size
+    nvrtcGetCUBIN = nvrtcGetProgramLog = copy
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(build, "compiler", lambda: made)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return made
+
+
+def test_a_source_holds_every_file_it_includes_once() -> None:
+    text = build.source("gradient.cu")
+    assert '#include "' not in text
+    for file in ("warp", "layout", "values", "states", "keys"):
+        lines = (build.SOURCES / f"{file}.cuh").read_text().splitlines()
+        assert text.count(lines[0]) == 1, file
+    assert text.index("DEVICE void mma(") < text.index("through_state(") < text.index('extern "C"')
+    assert "DEVICE void mma(" not in build.source("gradient.cu", given=frozenset({"warp.cuh"}))
+
+
+def test_machine_code_is_compiled_once_for_the_same_options(compiler: Compiler) -> None:
+    code = build.compiled("gradient", ["-DD=64"])
+    assert code == b"code " + build.source("gradient.cu")[:9].encode()
+    assert compiler.options == [b"-DD=64"]
+    assert build.compiled("gradient", ["-DD=64"]) == code
+    assert compiler.calls == 1
+    build.compiled("gradient", ["-DD=128"])
+    assert compiler.calls == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build.compiled("gradient", []) == build.compiled("gradient", [])
+    assert compiler.calls == 2
+
+
+def test_what_the_compiler_says_is_passed_on(compiler: Compiler) -> None:
+    compiler.fails = True
+    with pytest.raises(build.CudaError, match=r"gradient.cu does not compile: .* no such thing$"):
+        build.compiled("gradient", [])
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    build.compiler.cache_clear()
+    with pytest.raises(build.CudaError, match=r"libnvrtc\.so\.99 is not to be found"):
+        build.compiler()
+    build.compiler.cache_clear()
