@@ -67,9 +67,14 @@ template <bool FULL> DEVICE void load_inputs(
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int e = 0; e < 2; e++) L[half].v[i][e] = fmaxf(L[half].v[i][e] * LOG2E, -185.0f);
-        running_sums(L[half]);
+        const Narrow each = L[half];
+        sums_before(L[half]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) own.logs[128 * half + 32 * i] = {{L[half].v[i][0], L[half].v[i][1]}};
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) L[half].v[i][e] += each.v[i][e];
+            own.logs[128 * half + 32 * i] = {{L[half].v[i][0], L[half].v[i][1]}};
+        }
         if (lane >= 28) {
             own.channel[4 * (LAST + half)] = {{L[half].v[3][0], L[half].v[3][1]}};
             own.channel[4 * (WHOLE + half)] = {{exp2_fast(L[half].v[3][0]), exp2_fast(L[half].v[3][1])}};
@@ -267,12 +272,11 @@ template <bool FULL> DEVICE void half_gradients(
             const float read = sums.v[i][e] - key * inside;
             total[e] += read;
             sums.v[i][e] = key * out[e] - read;
-            d_keys.v[i][e] = sums.v[i][e];
             out[e] += inside + dX.v[i][e] * gate + diagonal.v[i] * (x.scale * query);
         }
         chunk.store_pair(x.dk, mine + i, channel, out[0], out[1]);
     }
-    running_sums(sums);
+    sums_before(sums);
     const Float2 d_state = own.per_channel(D_STATE + j), d_second = own.per_channel(D_SECOND);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -284,7 +288,7 @@ template <bool FULL> DEVICE void half_gradients(
     for (int i = 0; i < 4; i++) {
         Float2 dg;
 #pragma unroll
-        for (int e = 0; e < 2; e++) dg.v[e] = total[e] + (sums.v[i][e] - d_keys.v[i][e]);
+        for (int e = 0; e < 2; e++) dg.v[e] = total[e] + sums.v[i][e];
         if (chunk.knows(mine + i)) *reinterpret_cast<Float2*>(x.dg + chunk.first + ((mine + i) * (HEADS * D) + channel)) = dg;
     }
 }

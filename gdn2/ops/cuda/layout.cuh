@@ -52,18 +52,20 @@ DEVICE void multiply(Narrow& to, int m, const u32 (&a)[4], u32 b0, u32 b1) {
     mma(to.v[2 * m][0], to.v[2 * m][1], to.v[2 * m + 1][0], to.v[2 * m + 1][1], a, b0, b1);
 }
 
-// Sums over the 32 tokens of a half, up to each and with it.
-DEVICE void running_sums(Narrow& x) {
+// Sums over the tokens of a half that come before each; nothing is added and taken away again.
+DEVICE void sums_before(Narrow& x) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+        float total = x.v[0][e] + x.v[1][e] + x.v[2][e] + x.v[3][e];
 #pragma unroll
-        for (int i = 1; i < 4; i++) x.v[i][e] += x.v[i - 1][e];
-        float sum = x.v[3][e];
+        for (int by = 4; by < 32; by *= 2) total = add_lower(total, by);
+        float before = lower(total, 4);
 #pragma unroll
-        for (int by = 4; by < 32; by *= 2) sum = add_lower(sum, by);
-        const float before = sum - x.v[3][e];
-#pragma unroll
-        for (int i = 0; i < 4; i++) x.v[i][e] += before;
+        for (int i = 0; i < 4; i++) {
+            const float own = x.v[i][e];
+            x.v[i][e] = before;
+            before += own;
+        }
     }
 }
 

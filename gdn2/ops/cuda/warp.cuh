@@ -72,6 +72,15 @@ DEVICE u32 transpose(u32 x) {
 }
 
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
+// x of the lane `by` lower, or zero.
+DEVICE float lower(float x, int by) {
+    float y = 0.0f;
+    asm volatile(
+        "{.reg .f32 r; .reg .pred p; shfl.sync.up.b32 r|p, %1, %2, 0, 0xffffffff; @p mov.f32 %0, r;}"
+        : "+f"(y) : "f"(x), "r"(by));
+    return y;
+}
+
 // x plus that of the lane `by` lower, where there is one.
 DEVICE float add_lower(float x, int by) {
     float y = x;

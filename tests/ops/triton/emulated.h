@@ -122,11 +122,12 @@ inline float from_lane(float x, int lane) {
     return y;
 }
 inline float from_other(float x, int mask) { return from_lane(x, current % 32 ^ mask); }
-inline float add_lower(float x, int by) {
+inline float lower(float x, int by) {
     const int lane = current % 32;
     const float y = from_lane(x, lane >= by ? lane - by : lane);
-    return lane >= by ? x + y : x;
+    return lane >= by ? y : 0.0f;
 }
+inline float add_lower(float x, int by) { return x + lower(x, by); }
 
 inline void copy_async(void* to, const void* from, bool valid) { valid ? memcpy(to, from, 16) : memset(to, 0, 16); }
 inline void wait_for_copies() {}

@@ -15,8 +15,8 @@ from torch import Tensor
 from gdn2.ops.cuda import build
 from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.operands import Operands
-from gdn2.ops.selfcheck import Scenario
-from gdn2.ops.triton import stages
+from gdn2.ops.selfcheck import Scenario, make_operands
+from gdn2.ops.triton import checks, stages
 from gdn2.ops.triton.checks import MILD, Exact
 from tests.closeness import relative_error
 
@@ -65,10 +65,10 @@ class Launched:
     def __init__(
         self,
         emulate: Callable[[int, int], ctypes.CDLL],
-        scenario: Scenario,
+        right: Exact,
         extra: int = 0,
     ) -> None:
-        self.right = exact(scenario, torch.bfloat16)
+        self.right = right
         self.x, self.table = self.right.operands(CPU)
         x, table = self.x, self.table
         self.deep = stages.intra(*self.wide(), "ieee", stages.decays(*self.wide())).deep
@@ -90,6 +90,13 @@ class Launched:
         tensors = {n: t.float() for n, t in self.x._asdict().items() if n != "scale"}
         return self.x._replace(**tensors), self.table
 
+    def with_deep_rows(self) -> list[Tensor]:
+        """All gradients after the kernel for deep rows."""
+        dq, dk, dv, dg, db, dw = (t.float() for t in self.found)
+        x, table = self.wide()
+        stages.deep_gradient(x, self.deep, table, self.scores, (dq, dk, dg, db))
+        return [dq, dk, dv, dg, db, dw]
+
     def errors(self, found: list[Tensor]) -> dict[str, float]:
         grads = zip("qkvgbw", found, strict=True)
         return {f"d{n}": relative_error(y.double(), self.right.grads[n]) for n, y in grads}
@@ -107,7 +114,7 @@ def pad_chunks(x: Tensor, extra: int) -> Tensor:
 def test_gradients_are_those_of_the_equations(
     emulate: Callable[[int, int], ctypes.CDLL], scenario: Scenario
 ) -> None:
-    launched = Launched(emulate, scenario)
+    launched = Launched(emulate, exact(scenario, torch.bfloat16))
     assert launched.deep.sum() == 0
     errors = launched.errors(launched.found)
     assert max(errors.values()) < TOLERANCE, errors
@@ -118,20 +125,38 @@ def test_gradients_are_those_of_the_equations(
 def test_deep_rows_are_left_to_their_own_kernel(
     emulate: Callable[[int, int], ctypes.CDLL],
 ) -> None:
-    launched = Launched(emulate, replace(NARROW, name="strong", strong=True))
+    strong = replace(NARROW, name="strong", strong=True)
+    launched = Launched(emulate, exact(strong, torch.bfloat16))
     assert 0 < launched.deep.sum() < launched.deep.numel()
     assert max(launched.errors(launched.found).values()) > TOLERANCE
-    found = [t.float() for t in launched.found]
-    dq, dk, dv, dg, db, dw = found
-    x, table = launched.wide()
-    stages.deep_gradient(x, launched.deep, table, launched.scores, (dq, dk, dg, db))
-    errors = launched.errors([dq, dk, dv, dg, db, dw])
+    errors = launched.errors(launched.with_deep_rows())
     assert max(errors.values()) < TOLERANCE, errors
 
 
 @needs_compiler
+@pytest.mark.parametrize("decay", [0.0, -1.0, -5.0, -20.0, -200.0])
+def test_gradients_for_any_decay(
+    emulate: Callable[[int, int], ctypes.CDLL], decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a log-decay gets may be much smaller than what passes beside it."""
+
+    def decayed(scenario: Scenario, dtype: torch.dtype) -> dict[str, Tensor]:
+        made = make_operands(scenario, dtype)
+        return {**made, "g": torch.full_like(made["g"], decay)}
+
+    monkeypatch.setattr(checks, "make_operands", decayed)
+    launched = Launched(emulate, Exact(replace(NARROW, name=str(decay)), torch.bfloat16))
+    grads = launched.right.grads
+    errors = launched.errors(launched.with_deep_rows())
+    visible = [name for name in errors if grads[name[1:]].abs().max() > 1e-30]  # what bf16 holds
+    assert len(visible) >= 4
+    assert max(errors[name] for name in visible) < TOLERANCE, errors
+
+
+@needs_compiler
 def test_chunks_without_tokens_write_nothing(emulate: Callable[[int, int], ctypes.CDLL]) -> None:
-    alone, padded = Launched(emulate, NARROW), Launched(emulate, NARROW, extra=2)
+    right = exact(NARROW, torch.bfloat16)
+    alone, padded = Launched(emulate, right), Launched(emulate, right, extra=2)
     for a, b in zip(alone.found, padded.found, strict=True):
         assert torch.equal(a, b)
 
