@@ -1,10 +1,10 @@
 // Gradients of all operands of a chunk by the short backward (Eqs. 53-82), in one kernel for Hopper and its successors.
 //
 // A program works on one chunk of 64 tokens and one head. Along the value channels it makes dZ = A^T dR, dV, dW and the
-// score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of all tokens
-// and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come through the states
-// at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half (keys.cuh), with decays
-// measured as in gdn2/ops/triton/tiles.py. Deep rows are left to the Triton kernel for them.
+// score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of all
+// tokens and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come through
+// the states at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half (keys.cuh),
+// with decays measured as in gdn2/ops/triton/tiles.py. Deep rows are left to the Triton kernel for them.
 #include "keys.cuh"
 #include "states.cuh"
 #include "values.cuh"
@@ -17,16 +17,19 @@ struct Arguments {
     void *dv, *dw;
 };
 
-template <bool FULL> DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Arguments& a) {
+template <bool FULL>
+DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Arguments& a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const char* deep = a.deep + chunk.index * C;
     for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
-        copy_async(memory + AT_A + square_at(n / 8, n % 8), static_cast<const char*>(a.A) + 2 * (chunk.index * C * C + 8 * n), true);
+        const char* from = static_cast<const char*>(a.A) + 2 * (chunk.index * C * C + 8 * n);
+        copy_async(memory + AT_A + square_at(n / 8, n % 8), from);
     }
     for (int n = threadIdx.x; n < C * D / 8; n += THREADS) {
         const int token = n / (D / 4) * 2, four = n % (D / 4);
         const char* rows = static_cast<const char*>(a.R) + 2 * ((chunk.index * C + token) * D + 4 * four);
-        const Pair2 x = chunk.load(a.d_out, token, 4 * four), y = chunk.load(a.d_out, token + 1, 4 * four);
+        const Pair2 x = chunk.template load<Pair2>(a.d_out, token, 4 * four);
+        const Pair2 y = chunk.template load<Pair2>(a.d_out, token + 1, 4 * four);
         const Pair2 r = read2(rows), s = read2(rows + 2 * D);
         *reinterpret_cast<Pair4*>(memory + AT_DO + value_at(token, four)) = {x.x, y.x, x.y, y.y};
         *reinterpret_cast<Pair4*>(memory + AT_R + value_at(token, four)) = {r.x, s.x, r.y, s.y};
@@ -70,7 +73,9 @@ template <bool FULL> DEVICE void chunk_gradients(char* memory, const Chunk<FULL>
         Between between;
         meet_halves(between, memory, in.K[0], own, j, lane);
 #pragma unroll
-        for (int half = 1; half >= 0; half--) half_gradients(memory, a.x, chunk, in, between, own, j, half, channel, lane);
+        for (int half = 1; half >= 0; half--) {
+            half_gradients(memory, a.x, chunk, in, between, own, j, half, channel, lane);
+        }
     }
 }
 

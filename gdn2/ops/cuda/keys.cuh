@@ -48,8 +48,7 @@ template <bool FULL> DEVICE void load_inputs(
         const int mine = HALF * half + 4 * (lane >> 2);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            Float2 g = {{0.0f, 0.0f}};
-            if (chunk.knows(mine + i)) g = *reinterpret_cast<const Float2*>(x.g + chunk.first + ((mine + i) * (HEADS * D) + channel));
+            const Float2 g = chunk.template load<Float2, 4>(x.g, mine + i, channel);
             L[half].v[i][0] = g.v[0], L[half].v[i][1] = g.v[1];
         }
         in.K[half] = chunk.load_pairs(x.k, mine, channel);
@@ -123,8 +122,8 @@ struct Reader {
 // The transposed products: what readers, as two bf16, give to keys of their half. Those of the second are kept for the
 // keys of the first, where what came to them through the state was.
 DEVICE void to_keys(
-    Narrow& d_keys, const Reader& reader, const Four& K, const Own& own, Pair4* keep_at, const char* high, const char* low,
-    int half, const Lane& places, int lane) {
+    Narrow& d_keys, const Reader& reader, const Four& K, const Own& own, Pair4* keep_at, const char* high,
+    const char* low, int half, const Lane& places, int lane) {
     const int first_token = HALF * half;
     __syncwarp();  // nobody reads the rows before any more
 #pragma unroll
@@ -213,8 +212,8 @@ DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log)
 
 // Gradients of queries, erase gates, keys and log-decays of one half, for eight of a warp's channels.
 template <bool FULL> DEVICE void half_gradients(
-    char* memory, const Operands& x, const Chunk<FULL>& chunk, const Inputs& in, Between& between, const Own& own, int j,
-    int half, int channel, int lane) {
+    char* memory, const Operands& x, const Chunk<FULL>& chunk, const Inputs& in, Between& between, const Own& own,
+    int j, int half, int channel, int lane) {
     const int group = lane >> 2, mine = HALF * half + 4 * group;
     const Float4 diagonal = *reinterpret_cast<const Float4*>(memory + AT_DIAGONAL + 4 * mine);
     Narrow dX, sums = {}, d_keys = {};
@@ -241,11 +240,11 @@ template <bool FULL> DEVICE void half_gradients(
             float out[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float key = e == 0 ? first(K.v[i]) : second(K.v[i]);
+                const float key = one_of(K.v[i], e);
                 sums.v[i][e] += X.v[e] * dX.v[i][e];
                 out[e] = reader.erase ? dX.v[i][e] * key : (dX.v[i][e] + diagonal.v[i] * key) * x.scale;
             }
-            chunk.store_pair(reader.erase ? x.db : x.dq, mine + i, channel, out[0], out[1]);
+            chunk.store(reader.erase ? x.db : x.dq, mine + i, channel, pack(out[0], out[1]));
         }
     }
 
@@ -256,17 +255,17 @@ template <bool FULL> DEVICE void half_gradients(
     const Pair4 tails = *kept(memory, 2, j, half);
     const Four tail = {{tails.x, tails.y, tails.z, tails.w}};
     float total[2] = {0.0f, 0.0f};
-    const Float2 last = own.per_channel(LAST + half), first_half = own.per_channel(WHOLE), second_half = own.per_channel(WHOLE + 1);
+    const Float2 first_half = own.per_channel(WHOLE), second_half = own.per_channel(WHOLE + 1);
+    const Float2 last = own.per_channel(LAST + half);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const Float2 log = own.log(half, i);
         float out[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float key = e == 0 ? first(K.v[i]) : second(K.v[i]), gate = e == 0 ? first(in.B[half].v[i]) : second(in.B[half].v[i]);
-            const float query = e == 0 ? first(in.Q[half].v[i]) : second(in.Q[half].v[i]);
+            const float key = one_of(K.v[i], e), gate = one_of(in.B[half].v[i], e), query = one_of(in.Q[half].v[i], e);
             const float inside = d_keys.v[i][e] * inverse(log.v[e]);
-            out[e] = e == 0 ? first(tail.v[i]) : second(tail.v[i]);
+            out[e] = one_of(tail.v[i], e);
             if (half == 0) out[e] = out[e] * second_half.v[e] + from_second.v[i][e] * LOWER;
             out[e] *= exp2_fast(last.v[e] - log.v[e]);
             const float read = sums.v[i][e] - key * inside;
@@ -274,7 +273,7 @@ template <bool FULL> DEVICE void half_gradients(
             sums.v[i][e] = key * out[e] - read;
             out[e] += inside + dX.v[i][e] * gate + diagonal.v[i] * (x.scale * query);
         }
-        chunk.store_pair(x.dk, mine + i, channel, out[0], out[1]);
+        chunk.store(x.dk, mine + i, channel, pack(out[0], out[1]));
     }
     sums_before(sums);
     const Float2 d_state = own.per_channel(D_STATE + j), d_second = own.per_channel(D_SECOND);
@@ -289,7 +288,7 @@ template <bool FULL> DEVICE void half_gradients(
         Float2 dg;
 #pragma unroll
         for (int e = 0; e < 2; e++) dg.v[e] = total[e] + sums.v[i][e];
-        if (chunk.knows(mine + i)) *reinterpret_cast<Float2*>(x.dg + chunk.first + ((mine + i) * (HEADS * D) + channel)) = dg;
+        chunk.template store<Float2, 4>(x.dg, mine + i, channel, dg);
     }
 }
 
@@ -302,7 +301,8 @@ DEVICE void meet_halves(Between& between, char* memory, const Four& K, const Own
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const Float2 log = own.log(0, i);
-        const float a = first(K.v[i]) * exp2_fast(last.v[0] - log.v[0]), b = second(K.v[i]) * exp2_fast(last.v[1] - log.v[1]);
+        const float a = first(K.v[i]) * exp2_fast(last.v[0] - log.v[0]);
+        const float b = second(K.v[i]) * exp2_fast(last.v[1] - log.v[1]);
         d_second[0] += first(tail.v[i]) * a;
         d_second[1] += second(tail.v[i]) * b;
         reinterpret_cast<u32*>(own.rows)[32 * i + lane] = pack(a * LOWER, b * LOWER);

@@ -15,8 +15,8 @@ constexpr float DEEPEST = -122.0f;  // log2 below which no row is left that meet
 // gradients as two bf16 each, the lower only inside the halves; A, later the readers' gradients through the states.
 constexpr int VALUES = C * D * 2, SQUARE = C * C * 2, OWN = C * 8 * 4 + 2 * HALF * 8 * 4;
 constexpr int AT_DO = 0, AT_R = VALUES, AT_DZ = 2 * VALUES, AT_HIGH = 3 * VALUES, AT_LOW = AT_HIGH + 2 * SQUARE;
-constexpr int AT_DIAGONAL = AT_LOW + SQUARE, AT_A = AT_DIAGONAL + C * 4, AT_READERS = AT_A, AT_CHANNELS = AT_READERS + 2 * VALUES;
-constexpr int CHANNELS = 7 * 8 * 4, MEMORY = AT_CHANNELS + WARPS * CHANNELS;
+constexpr int AT_DIAGONAL = AT_LOW + SQUARE, AT_A = AT_DIAGONAL + C * 4, AT_READERS = AT_A;
+constexpr int AT_CHANNELS = AT_READERS + 2 * VALUES, CHANNELS = 7 * 8 * 4, MEMORY = AT_CHANNELS + WARPS * CHANNELS;
 constexpr int AT_KEYS = 0, AT_OWN = VALUES;
 static_assert(WARPS * OWN <= 2 * VALUES && SQUARE <= 2 * VALUES, "what comes later fits");
 
@@ -48,6 +48,8 @@ DEVICE Pair2 packed(const float (&x)[4]) { return {pack(x[0], x[1]), pack(x[2], 
 struct Narrow { float v[4][2]; };
 struct Four { u32 v[4]; };  // the same as bf16
 
+DEVICE float one_of(u32 pair, int e) { return e == 0 ? first(pair) : second(pair); }
+
 DEVICE void multiply(Narrow& to, int m, const u32 (&a)[4], u32 b0, u32 b1) {
     mma(to.v[2 * m][0], to.v[2 * m][1], to.v[2 * m + 1][0], to.v[2 * m + 1][1], a, b0, b1);
 }
@@ -75,8 +77,8 @@ DEVICE float over_tokens(float x) {
     return x + from_other(x, 16);
 }
 
-// Where a lane reads squares of score gradients, for 16 rows of a product from m on and 16 of its terms from k on: rows,
-// and columns for the transpose. Steps of 16 along a row are bits that no lane sets.
+// Where a lane reads squares of score gradients, for 16 rows of a product from m on and 16 of its terms from k on:
+// rows, and columns for the transpose. Steps of 16 along a row are bits that no lane sets.
 struct Lane {
     int rows, columns, low_rows, low_columns;
     DEVICE explicit Lane(int lane)
@@ -102,27 +104,24 @@ struct Lane {
 template <bool FULL> struct Chunk {
     i64 index, first;  // of chunk and head, and of its first token's first channel in [L, HEADS, D]
     int length;
+
     DEVICE bool knows(int token) const { return FULL || token < length; }
-    DEVICE Pair2 load(const void* tokens, int token, int channel) const {
-        if (!knows(token)) return {0, 0};
-        return *reinterpret_cast<const Pair2*>(static_cast<const char*>(tokens) + 2 * first + 2 * (token * (HEADS * D) + channel));
+    // Where a token's channel is, in an operand of elements of so many bytes.
+    template <class T, int BYTES = 2> DEVICE T* at(const void* operand, int token, int channel) const {
+        const char* chunk = static_cast<const char*>(operand) + BYTES * first;
+        return reinterpret_cast<T*>(const_cast<char*>(chunk + BYTES * (token * (HEADS * D) + channel)));
     }
-    DEVICE void store(void* tokens, int token, int channel, const float (&x)[4]) const {
-        if (!knows(token)) return;
-        *reinterpret_cast<Pair2*>(static_cast<char*>(tokens) + 2 * first + 2 * (token * (HEADS * D) + channel)) = packed(x);
+    template <class T, int BYTES = 2> DEVICE T load(const void* operand, int token, int channel) const {
+        return knows(token) ? *at<T, BYTES>(operand, token, channel) : T{};
     }
-    DEVICE Four load_pairs(const void* tokens, int token, int channel) const {
+    template <class T, int BYTES = 2> DEVICE void store(void* operand, int token, int channel, T x) const {
+        if (knows(token)) *at<T, BYTES>(operand, token, channel) = x;
+    }
+    DEVICE Four load_pairs(const void* operand, int token, int channel) const {
         Four to;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const char* at = static_cast<const char*>(tokens) + 2 * first + 2 * ((token + i) * (HEADS * D) + channel);
-            to.v[i] = knows(token + i) ? *reinterpret_cast<const u32*>(at) : 0u;
-        }
+        for (int i = 0; i < 4; i++) to.v[i] = load<u32>(operand, token + i, channel);
         return to;
-    }
-    DEVICE void store_pair(void* tokens, int token, int channel, float x, float y) const {
-        if (!knows(token)) return;
-        *reinterpret_cast<u32*>(static_cast<char*>(tokens) + 2 * first + 2 * (token * (HEADS * D) + channel)) = pack(x, y);
     }
 };
 

@@ -52,8 +52,8 @@ DEVICE void keep(char* memory, int which, const Tile<8>& x) {
 
 // What comes through the states: dO S^T, -dZ S^T, which are kept, R dS^T, and rowsum(S dS) of channels lane / 4 + 8 j.
 DEVICE void state_gradients(
-    Tile<8>& tails, float (&d_state)[2], char* memory, const Pair4 (&S)[2][D / 32], const void* ends, i64 chunk, int warp,
-    int lane) {
+    Tile<8>& tails, float (&d_state)[2], char* memory, const Pair4 (&S)[2][D / 32], const void* ends, i64 chunk,
+    int warp, int lane) {
     {
         Tile<8> dQ = {};
         through_state(dQ, memory + AT_DO, S, lane);

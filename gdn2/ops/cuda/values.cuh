@@ -4,7 +4,8 @@
 
 // dZ = A^T dR for a warp's 16 value channels, dV and dW; dZ goes to shared memory.
 template <bool FULL> DEVICE void value_gradients(
-    char* memory, const Chunk<FULL>& chunk, const void* dR, const void* v, const void* w, void* dv, void* dw, int warp, int lane) {
+    char* memory, const Chunk<FULL>& chunk, const void* dR, const void* v, const void* w, void* dv, void* dw, int warp,
+    int lane) {
     const int group = lane >> 2, channel = 16 * warp + 4 * (lane & 3);
     const Lane places(lane);
     Packed<8> dR_rows;
@@ -30,12 +31,12 @@ template <bool FULL> DEVICE void value_gradients(
     for (int i = 0; i < 8; i++) {
         const int row = 8 * i + group;
         float V[4], W[4];
-        unpack(V, chunk.load(v, row, channel));
-        unpack(W, chunk.load(w, row, channel));
+        unpack(V, chunk.template load<Pair2>(v, row, channel));
+        unpack(W, chunk.template load<Pair2>(w, row, channel));
 #pragma unroll
         for (int e = 0; e < 4; e++) V[e] *= dZ.v[i][e], W[e] *= dZ.v[i][e];
-        chunk.store(dw, row, channel, V);
-        chunk.store(dv, row, channel, W);
+        chunk.store(dw, row, channel, packed(V));
+        chunk.store(dv, row, channel, packed(W));
         const Pair2 z = packed(dZ.v[i]);
         u32* to = reinterpret_cast<u32*>(memory + AT_DZ + value_at(row, channel >> 2));
         to[0] = z.x, to[2] = z.y;

@@ -91,10 +91,9 @@ DEVICE float add_lower(float x, int by) {
 }
 DEVICE float from_other(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 
-// 16 bytes to shared memory without registers; zeros where not valid.
-DEVICE void copy_async(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-        :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// 16 bytes to shared memory without registers.
+DEVICE void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 
 DEVICE void wait_for_copies() {

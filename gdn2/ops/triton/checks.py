@@ -135,7 +135,7 @@ def check_intra(
     """Factors of each chunk (Eqs. 18–22, 25)."""
     right = exact(scenario, dtype)
     x, table = right.operands(device)
-    f = stages.intra(x, table, "ieee", stages.decays(x, table))
+    f = stages.intra(x, table, "ieee")
     return {name: (getattr(f, name), getattr(right, name)) for name in names}
 
 

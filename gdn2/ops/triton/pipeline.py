@@ -34,7 +34,7 @@ def run_forward(
     x: Operands, table: Table, state: Tensor, solve: str
 ) -> tuple[Factors, Tensor, Tensor]:
     """Factors, output and final state."""
-    f = stages.intra(x, table, solve, stages.decays(x, table))
+    f = stages.intra(x, table, solve)
     o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
     assert o is not None and final is not None
     return f, o, final
@@ -60,15 +60,8 @@ def run_backward(
     d_final: Tensor,
 ) -> Gradients:
     """All gradients; nothing is held longer than it is needed."""
-    at_once = stages.at_once(x, table)
-    sums = None if at_once and saved else stages.decays(x, table)
-    f = (
-        restore(saved, x.b is not None)
-        if sums is None or saved
-        else stages.intra(x, table, solve, sums)
-    )
-    if at_once:
-        sums = None
+    sums = None if stages.at_once(x, table) else stages.decays(x, table)
+    f = restore(saved, x.b is not None) if saved else stages.intra(x, table, solve, sums)
     _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
     assert starts is not None and R is not None
     dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final)

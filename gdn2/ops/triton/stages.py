@@ -1,7 +1,7 @@
 """The kernels as functions on tensors: allocation, dtypes and launches."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -106,21 +106,29 @@ def sizes(x: Operands) -> dict[str, int]:
 
 def new_factors(x: Operands, chunks: int, size: int) -> Factors:
     """Allocate the factors."""
+    return Factors(**new_scores(x, chunks, size), **new_solution(x, chunks, size))
+
+
+def new_scores(x: Operands, chunks: int, size: int) -> dict[str, Any]:
+    """Allocate those that `scores` makes."""
+    H, DK = x.heads, x.k.shape[2]
+    return {
+        "Q_gamma": x.k.new_empty(chunks, H, size, DK),
+        "K_tail": x.k.new_empty(chunks, H, size, DK),
+        "gamma_C": x.k.new_empty(chunks, H, DK, dtype=state_dtype(x.q)),
+        "A_qk": x.k.new_empty(chunks, H, size, size),
+        "deep": x.k.new_empty(chunks, H, size, dtype=torch.int8),
+    }
+
+
+def new_solution(x: Operands, chunks: int, size: int) -> dict[str, Any]:
+    """Allocate those that `solution` makes."""
     H, DK, width = x.heads, x.k.shape[2], x.v.shape[1] * x.v.shape[2] // x.heads
-
-    def new(*shape: int) -> Tensor:
-        return x.k.new_empty(chunks, H, *shape)
-
-    return Factors(
-        Q_gamma=new(size, DK),
-        K_tail=new(size, DK),
-        gamma_C=x.k.new_empty(chunks, H, DK, dtype=state_dtype(x.q)),
-        A_qk=new(size, size),
-        A=None if x.b is None else new(size, size),
-        Y=None if x.b is None else new(size, DK),
-        U=new(size, width),
-        deep=x.k.new_empty(chunks, H, size, dtype=torch.int8),
-    )
+    return {
+        "A": None if x.b is None else x.k.new_empty(chunks, H, size, size),
+        "Y": None if x.b is None else x.k.new_empty(chunks, H, size, DK),
+        "U": x.k.new_empty(chunks, H, size, width),
+    }
 
 
 def decays(x: Operands, table: Table) -> Decays:
@@ -136,36 +144,55 @@ def decays(x: Operands, table: Table) -> Decays:
     return found
 
 
-def intra(x: Operands, table: Table, solve: str, sums: Decays) -> Factors:
-    """Everything a chunk can compute on its own (Eqs. 18–22, 25)."""
+def intra(x: Operands, table: Table, solve: str, sums: Decays | None = None) -> Factors:
+    """Everything a chunk can compute on its own (Eqs. 18–22, 25); decays that are not given are not kept either."""
+    found, T, E_bar = scores(x, table, decays(x, table) if sums is None else sums)
+    return Factors(**found, **solution(x, table, solve, T, E_bar))
+
+
+def scores(
+    x: Operands, table: Table, sums: Decays
+) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
+    """Factors of queries and keys, and T and Ē if something is erased."""
     M, H, C, DK = table.start.numel(), x.heads, table.size, x.k.shape[2]
+    f = new_scores(x, M, C)
     erases = x.b is not None
-    f = new_factors(x, M, C)
     T = x.k.new_empty(M, H, C, C, dtype=state_dtype(x.q)) if erases else None
-    E_bar = torch.empty_like(f.Y) if f.Y is not None else None
-    arithmetic = precision(x.q.dtype, solve)
+    E_bar = torch.empty_like(f["Q_gamma"]) if erases else None
+    arithmetic = precision(x.q.dtype, "ieee")
     products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
     how = launch("scores", x.k.device)
     BK = block(DK, how.key_block)
     over(scores_kernel, 2 * M * H)(
-        x.q, x.k, x.b, *sums, f.Q_gamma, f.K_tail, E_bar, f.gamma_C, f.A_qk, T, f.deep,
+        x.q, x.k, x.b, *sums, f["Q_gamma"], f["K_tail"], E_bar, f["gamma_C"], f["A_qk"], T, f["deep"],
         table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     over(deep_scores_kernel, M * H, 2)(
-        x.q, x.k, x.g, x.b, f.A_qk, T, f.deep, table.start, table.length, x.scale,
+        x.q, x.k, x.g, x.b, f["A_qk"], T, f["deep"], table.start, table.length, x.scale,
         **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
+    return f, T, E_bar
+
+
+def solution(
+    x: Operands, table: Table, solve: str, T: Tensor | None, E_bar: Tensor | None
+) -> dict[str, Any]:
+    """A, Y and U."""
+    M, H, C, DK = table.start.numel(), x.heads, table.size, x.k.shape[2]
+    found = new_solution(x, M, C)
+    arithmetic = precision(x.q.dtype, solve)
     how = launch("solve", x.k.device)
     over(solve_kernel, M * H)(
-        x.v, x.w, T, E_bar, f.A, f.Y, f.U, table.start, table.length,
+        x.v, x.w, T, E_bar, *found.values(), table.start, table.length,
         H=H, HV=x.v.shape[1], DK=DK, DV=x.v.shape[2], W_WIDTH=0 if x.w is None else x.w.shape[2],
-        R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block), ERASE=erases,
+        R=C // 2, BK=block(DK, how.key_block), BV=block(x.v.shape[2], how.value_block),
+        ERASE=x.b is not None,
         PRECISION=arithmetic["PRECISION"], SOLVE=arithmetic["SOLVE"], ACC=arithmetic["ACC"],
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    return f
+    return found
 
 
 def scan_launch(kernel: str, x: Operands, table: Table) -> Launch:

@@ -102,7 +102,9 @@ inline void load_transposed(u32 (&r)[4], const void* row) {
     give(row);
     for (int i = 0; i < 4; i++) {
         uint16_t pair[2];
-        for (int x = 0; x < 2; x++) memcpy(&pair[x], take<const char*>(8 * i + 2 * (current % 4) + x) + 2 * (current % 32 / 4), 2);
+        for (int x = 0; x < 2; x++) {
+            memcpy(&pair[x], take<const char*>(8 * i + 2 * (current % 4) + x) + 2 * (current % 32 / 4), 2);
+        }
         r[i] = pair[0] | (u32(pair[1]) << 16);
     }
     __syncwarp();
@@ -110,7 +112,9 @@ inline void load_transposed(u32 (&r)[4], const void* row) {
 inline u32 transpose(u32 x) {
     give(x);
     u32 pair[2];
-    for (int k = 0; k < 2; k++) pair[k] = take<u32>((2 * (current % 4) + k) * 4 + current % 32 / 8) >> (current / 4 % 2 * 16) & 0xffff;
+    for (int k = 0; k < 2; k++) {
+        pair[k] = take<u32>((2 * (current % 4) + k) * 4 + current % 32 / 8) >> (current / 4 % 2 * 16) & 0xffff;
+    }
     __syncwarp();
     return pair[0] | (pair[1] << 16);
 }
@@ -129,7 +133,7 @@ inline float lower(float x, int by) {
 }
 inline float add_lower(float x, int by) { return x + lower(x, by); }
 
-inline void copy_async(void* to, const void* from, bool valid) { valid ? memcpy(to, from, 16) : memset(to, 0, 16); }
+inline void copy_async(void* to, const void* from) { memcpy(to, from, 16); }
 inline void wait_for_copies() {}
 inline void prefetch(const void*, int) {}
 

@@ -71,7 +71,7 @@ class Launched:
         self.right = right
         self.x, self.table = self.right.operands(CPU)
         x, table = self.x, self.table
-        self.deep = stages.intra(*self.wide(), "ieee", stages.decays(*self.wide())).deep
+        self.deep = stages.intra(*self.wide(), "ieee").deep
         between = [self.right.give(name, CPU) for name in ("A", "R", "dR", "starts", "ends")]
         operands = [t for t in (x.q, x.k, x.v, x.g, x.b, x.w) if t is not None]
         self.found = [torch.full_like(t, torch.nan) for t in operands]

@@ -220,7 +220,7 @@ def test_factors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = literal(case)
     x, expected, table = by_hand.given()
     solve = spy(monkeypatch, "solve_kernel")
-    f = stages.intra(x, table, "ieee", stages.decays(x, table))
+    f = stages.intra(x, table, "ieee")
     for name in ("Q_gamma", "K_tail", "gamma_C", "A_qk", "U"):
         assert_close(name, getattr(f, name), getattr(expected, name), EXACT)
     assert torch.equal(f.deep, expected.deep)
