@@ -44,14 +44,14 @@ class Architecture(NamedTuple):
 # Best of a few on one H200 (torch 2.11, triton 3.6) at 4 × 4096 tokens, 16 heads, width 128, bf16; µs per call.
 # Each kernel was timed alone; what was slower is in docs/performance.md.
 DEFAULT = {
-    "decays": Launch(128, 0, 2),
-    "scores": Launch(32, 0, 4),  # 495
+    "decays": Launch(128, 0, 2),  # 134
+    "scores": Launch(32, 0, 4),  # 290
     "solve": Launch(128, 128, 4),  # 183
     "scan": Launch(256, 64, 4, 3),  # 150
     "scan_reverse": Launch(256, 64, 4, 3),  # 177
     "gradient_values": Launch(0, 128, 4),  # 183
-    "gradient_states": Launch(64, 128, 4),  # 214
-    "gradient_keys": Launch(64, 0, 4),  # 1453
+    "gradient_states": Launch(64, 128, 4),  # 959
+    "gradient_keys": Launch(64, 0, 4),  # 840
 }
 
 # The others are not measured. They compile and fit, which tests check without such GPUs: chunks of 64 up to width 256
