@@ -72,6 +72,11 @@ def shared_memory(width: int) -> int:
     return 5 * 2 * CHUNK * width + 3 * 2 * CHUNK * CHUNK + 4 * CHUNK + warps * 7 * 8 * 4
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The kernel loads up to 16 bytes at once; a part of another tensor may begin anywhere."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def gradients(
     x: Operands,
     A: Tensor,
@@ -90,6 +95,7 @@ def gradients(
     starts, R, ends, dR = between
     found = [torch.empty_like(t) for t in (x.q, x.k, x.v, x.g, x.b, x.w) if t is not None]
     scores = [A.new_empty(A.shape, dtype=torch.float32) for _ in range(2)]
+    do = aligned(do)
     kernel, programs = loaded(x), A.shape[0] * A.shape[1]
     assert kernel is not None and x.b is not None and x.w is not None
     if run and programs:

@@ -174,3 +174,11 @@ def test_operands_elsewhere_are_not_taken() -> None:
     x, _ = exact(MILD, torch.bfloat16).operands(CPU)
     assert not fused.takes(x, 64)  # not on a GPU
     assert not fused.takes(x._replace(b=None), 64)
+
+
+def test_tensors_that_begin_anywhere_are_copied() -> None:
+    whole = torch.randn(33)
+    assert fused.aligned(whole) is whole
+    part = fused.aligned(whole[1:])
+    assert part.data_ptr() % 16 == 0
+    assert torch.equal(part, whole[1:])
