@@ -17,6 +17,28 @@ struct Arguments {
     void *dv, *dw;
 };
 
+// Gradients of gates for all channels of a head: sums over the warps, always in the same order.
+template <bool FULL>
+DEVICE void store_sums(
+    char* memory, const Chunk<FULL>& chunk, const Arguments& a, const float (&erased)[2][4], int warp, int lane) {
+    if (B_WIDTH != 1 && W_WIDTH != 1) return;
+    float* sums = reinterpret_cast<float*>(memory + AT_ERASED);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float sum = over_channels(erased[half][i]);
+            if ((lane & 3) == 0) sums[C * warp + HALF * half + 4 * (lane >> 2) + i] = sum;
+        }
+    __syncthreads();
+    const int token = threadIdx.x;
+    if (token >= C) return;
+    float db = 0.0f, dw = 0.0f;
+    for (int w = 0; w < WARPS; w++) db += sums[C * w + token], dw += sums[C * (WARPS + w) + token];
+    if (B_WIDTH == 1) chunk.store_gate(a.x.db, token, db);
+    if (W_WIDTH == 1) chunk.store_gate(a.dw, token, dw);
+}
+
 template <bool FULL>
 DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Arguments& a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -34,24 +56,20 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
         *reinterpret_cast<Pair4*>(memory + AT_DO + value_at(token, four)) = {x.x, y.x, x.y, y.y};
         *reinterpret_cast<Pair4*>(memory + AT_R + value_at(token, four)) = {r.x, s.x, r.y, s.y};
     }
-    const auto fetch = [&](const void* tokens, int bytes) {
-        const int token = threadIdx.x % C;
-        if (chunk.knows(token)) {
-            prefetch(static_cast<const char*>(tokens) + bytes * (chunk.first + token * (HEADS * D)), bytes * D);
-        }
-    };
-    if (threadIdx.x < C) fetch(a.v, 2), fetch(a.w, 2);
+    chunk.fetch(a.v);
+    if (W_WIDTH == D) chunk.fetch(a.w);
     if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.starts) + 2 * (chunk.index * D * D), 2 * D * D);
     wait_for_copies();
     __syncthreads();
     value_gradients(memory, chunk, a.dR, a.v, a.w, a.dv, a.dw, warp, lane);
     const bool any = __syncthreads_or(deep[threadIdx.x % C]);
-    if (threadIdx.x < C) fetch(a.x.k, 2), fetch(a.x.g, 4), fetch(a.x.q, 2), fetch(a.x.b, 2);
+    chunk.fetch(a.x.k), chunk.template fetch<4>(a.x.g), chunk.fetch(a.x.q);
+    if (B_WIDTH == D) chunk.fetch(a.x.b);
     if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.ends) + 2 * (chunk.index * D * D), 2 * D * D);
     Pair4 S[2][D / 32];
     load_state(S, a.starts, chunk.index, warp, lane);
-    const i64 square = chunk.index * C * C;
-    score_gradients(memory, deep, any ? a.dA_qk + square : nullptr, any ? a.dT + square : nullptr, warp, lane);
+    const i64 halves = chunk.index * C * HALF;
+    score_gradients(memory, deep, any ? a.dA_qk + halves : nullptr, any ? a.dT + halves : nullptr, warp, lane);
     const Own own(memory, warp, lane);
     {
         Tile<8> tails = {};
@@ -65,6 +83,7 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
         __syncthreads();
         keep(memory, 2, tails);
     }
+    float erased[2][4] = {};
 #pragma unroll 1
     for (int j = 0; j < 2; j++) {
         const int channel = 16 * warp + 8 * j + 2 * (lane & 3);
@@ -74,9 +93,10 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
         meet_halves(between, memory, in.K[0], own, j, lane);
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
-            half_gradients(memory, a.x, chunk, in, between, own, j, half, channel, lane);
+            half_gradients(memory, a.x, chunk, in, between, own, erased[half], j, half, channel, lane);
         }
     }
+    store_sums(memory, chunk, a, erased, warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) gradient(

@@ -1,6 +1,6 @@
 // Along the key channels: what comes through the states, from the other half and from the own half of the chunk.
 #pragma once
-#include "layout.cuh"
+#include "memory.cuh"
 #include "states.cuh"
 
 struct Operands {
@@ -57,7 +57,8 @@ template <bool FULL> DEVICE void load_inputs(
     for (int half = 0; half < 2; half++) {
         const int mine = HALF * half + 4 * (lane >> 2);
         in.Q[half] = chunk.load_pairs(x.q, mine, channel);
-        in.B[half] = chunk.load_pairs(x.b, mine, channel);
+#pragma unroll
+        for (int i = 0; i < 4; i++) in.B[half].v[i] = chunk.template gate<B_WIDTH>(x.b, mine + i, channel);
     }
     __syncwarp();  // nobody reads what was there before
 #pragma unroll
@@ -66,12 +67,9 @@ template <bool FULL> DEVICE void load_inputs(
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int e = 0; e < 2; e++) L[half].v[i][e] = fmaxf(L[half].v[i][e] * LOG2E, -185.0f);
-        const Narrow each = L[half];
-        sums_before(L[half]);
+        sums_until(L[half]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) L[half].v[i][e] += each.v[i][e];
             own.logs[128 * half + 32 * i] = {{L[half].v[i][0], L[half].v[i][1]}};
         }
         if (lane >= 28) {
@@ -122,14 +120,14 @@ struct Reader {
 // The transposed products: what readers, as two bf16, give to keys of their half. Those of the second are kept for the
 // keys of the first, where what came to them through the state was.
 DEVICE void to_keys(
-    Narrow& d_keys, const Reader& reader, const Four& K, const Own& own, Pair4* keep_at, const char* high,
-    const char* low, int half, const Lane& places, int lane) {
+    Narrow& d_keys, const Reader& reader, const Four& K, const Narrow& lifted, const Own& own, Pair4* keep_at,
+    const char* high, const char* low, int half, const Lane& places, int lane) {
     const int first_token = HALF * half;
     __syncwarp();  // nobody reads the rows before any more
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const Float2 X = reader(K.v[i], i), log = own.log(half, i);
-        store_split(own.rows, i, X.v[0] * (exp2_fast(log.v[0]) * LIFT), X.v[1] * (exp2_fast(log.v[1]) * LIFT), lane);
+        const Float2 X = reader(K.v[i], i);
+        store_split(own.rows, i, X.v[0] * lifted.v[i][0], X.v[1] * lifted.v[i][1], lane);
     }
     __syncwarp();
     u32 row[4], row_rest[4];
@@ -168,14 +166,14 @@ DEVICE void to_keys_before(Narrow& d_keys, char* memory, int j, const Lane& plac
 
 // Gradient of one kind of reader of a half, without that of its own token's score.
 DEVICE void reader_gradient(
-    Narrow& dX, Narrow& d_keys, Between& between, const Reader& reader, const Four& K, const Own& own, char* memory,
-    int j, int half, int lane) {
+    Narrow& dX, Narrow& d_keys, Between& between, const Reader& reader, const Four& K, const Narrow& lifted,
+    const Own& own, char* memory, int j, int half, int lane) {
     const char* high = memory + AT_HIGH + (reader.erase ? SQUARE : 0);
     const char* low = memory + AT_LOW + (reader.erase ? SQUARE / 2 : 0);
     const Lane places(lane);
     Pair4* const keep_at = kept(memory, reader.erase, j, half);
     const Pair4 outside = *keep_at;
-    to_keys(d_keys, reader, K, own, keep_at, high, low, half, places, lane);
+    to_keys(d_keys, reader, K, lifted, own, keep_at, high, low, half, places, lane);
     const Four out = {{outside.x, outside.y, outside.z, outside.w}};
 #pragma unroll
     for (int i = 0; i < 4; i++) dX.v[i][0] = first(out.v[i]) * LOWER, dX.v[i][1] = second(out.v[i]) * LOWER;
@@ -183,10 +181,10 @@ DEVICE void reader_gradient(
         const Float2 first_half = own.per_channel(WHOLE);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const Float2 X = reader(K.v[i], i), log = own.log(1, i);
+            const Float2 X = reader(K.v[i], i);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                between.d_first[e] += dX.v[i][e] * X.v[e] * exp2_fast(log.v[e]);
+                between.d_first[e] += dX.v[i][e] * X.v[e] * lifted.v[i][e];
                 dX.v[i][e] *= first_half.v[e];
             }
         }
@@ -201,28 +199,28 @@ DEVICE void reader_gradient(
     }
     from_own_half(dX, high, low, own.keys + 16 * lane, HALF * half, places);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const Float2 log = own.log(half, i);
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) dX.v[i][e] *= exp2_fast(log.v[e]) * LIFT;
-    }
+        for (int e = 0; e < 2; e++) dX.v[i][e] *= lifted.v[i][e];
 }
 
 DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log) : 0.0f; }
 
-// Gradients of queries, erase gates, keys and log-decays of one half, for eight of a warp's channels.
+// Gradients of queries, erase gates, keys and log-decays of one half, for eight of a warp's channels; that of a gate
+// for all channels is added to what is erased.
 template <bool FULL> DEVICE void half_gradients(
     char* memory, const Operands& x, const Chunk<FULL>& chunk, const Inputs& in, Between& between, const Own& own,
-    int j, int half, int channel, int lane) {
+    float (&erased)[4], int j, int half, int channel, int lane) {
     const int group = lane >> 2, mine = HALF * half + 4 * group;
     const Float4 diagonal = *reinterpret_cast<const Float4*>(memory + AT_DIAGONAL + 4 * mine);
-    Narrow dX, sums = {}, d_keys = {};
+    Narrow dX, lifted, sums = {}, d_keys = {};  // lifted are decays since the half's start
     const Four& K = in.K[half];
     __syncwarp();  // nobody reads the other half's keys any more
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const Float2 log = own.log(half, i);
         store_split(own.keys, i, first(K.v[i]) * inverse(log.v[0]), second(K.v[i]) * inverse(log.v[1]), lane);
+        lifted.v[i][0] = exp2_fast(log.v[0]) * LIFT, lifted.v[i][1] = exp2_fast(log.v[1]) * LIFT;
     }
     __syncwarp();
 
@@ -233,7 +231,7 @@ template <bool FULL> DEVICE void half_gradients(
         reader.erase = kind == 1;
 #pragma unroll
         for (int i = 0; i < 4; i++) reader.x.v[i] = reader.erase ? in.B[half].v[i] : in.Q[half].v[i];
-        reader_gradient(dX, d_keys, between, reader, K, own, memory, j, half, lane);
+        reader_gradient(dX, d_keys, between, reader, K, lifted, own, memory, j, half, lane);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const Float2 X = reader(K.v[i], i);
@@ -244,7 +242,11 @@ template <bool FULL> DEVICE void half_gradients(
                 sums.v[i][e] += X.v[e] * dX.v[i][e];
                 out[e] = reader.erase ? dX.v[i][e] * key : (dX.v[i][e] + diagonal.v[i] * key) * x.scale;
             }
-            chunk.store(reader.erase ? x.db : x.dq, mine + i, channel, pack(out[0], out[1]));
+            if (B_WIDTH == D || !reader.erase) {
+                chunk.store(reader.erase ? x.db : x.dq, mine + i, channel, pack(out[0], out[1]));
+            } else {
+                erased[i] += out[0] + out[1];
+            }
         }
     }
 
@@ -279,7 +281,7 @@ template <bool FULL> DEVICE void half_gradients(
     const Float2 d_state = own.per_channel(D_STATE + j), d_second = own.per_channel(D_SECOND);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        if (half == 0) total[e] += first_half.v[e] * LIFT * between.d_first[e];
+        if (half == 0) total[e] += first_half.v[e] * between.d_first[e];
         total[e] = over_tokens(total[e]) + first_half.v[e] * second_half.v[e] * d_state.v[e];
         if (half == 1) total[e] += second_half.v[e] * d_second.v[e];
     }

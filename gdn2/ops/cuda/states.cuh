@@ -1,6 +1,6 @@
 // Through the states at both ends of a chunk.
 #pragma once
-#include "layout.cuh"
+#include "memory.cuh"
 
 // Values times a state transposed, for a warp's 16 key channels.
 DEVICE void through_state(

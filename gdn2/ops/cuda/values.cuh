@@ -1,6 +1,6 @@
 // Along the value channels: dZ, dV, dW and the gradients of both score matrices.
 #pragma once
-#include "layout.cuh"
+#include "memory.cuh"
 
 // dZ = A^T dR for a warp's 16 value channels, dV and dW; dZ goes to shared memory.
 template <bool FULL> DEVICE void value_gradients(
@@ -8,17 +8,18 @@ template <bool FULL> DEVICE void value_gradients(
     int lane) {
     const int group = lane >> 2, channel = 16 * warp + 4 * (lane & 3);
     const Lane places(lane);
-    Packed<8> dR_rows;
+    const Columns columns = {memory + AT_COLUMNS + warp * COLUMNS};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        dR_rows.v[i] = read2(static_cast<const char*>(dR) + 2 * ((chunk.index * C + 8 * i + group) * D + channel));
+        const char* row = static_cast<const char*>(dR) + 2 * ((chunk.index * C + 8 * i + group) * D + channel);
+        columns.store(8 * i + group, read2(row), lane);
     }
+    __syncwarp();
     Tile<8> dZ = {};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const u32 b[4] = {
-            transpose(dR_rows.v[2 * k].x), transpose(dR_rows.v[2 * k + 1].x),
-            transpose(dR_rows.v[2 * k].y), transpose(dR_rows.v[2 * k + 1].y)};
+        u32 b[4];
+        columns.load(b, k, lane);
 #pragma unroll
         for (int m = 0; m <= k; m++) {
             u32 a[4];
@@ -32,10 +33,14 @@ template <bool FULL> DEVICE void value_gradients(
         const int row = 8 * i + group;
         float V[4], W[4];
         unpack(V, chunk.template load<Pair2>(v, row, channel));
-        unpack(W, chunk.template load<Pair2>(w, row, channel));
+        unpack(W, chunk.template gates<W_WIDTH>(w, row, channel));
 #pragma unroll
         for (int e = 0; e < 4; e++) V[e] *= dZ.v[i][e], W[e] *= dZ.v[i][e];
-        chunk.store(dw, row, channel, packed(V));
+        if (W_WIDTH == D) chunk.store(dw, row, channel, packed(V));
+        if (W_WIDTH == 1) {
+            const float sum = over_channels(V[0] + V[1] + V[2] + V[3]);
+            if ((lane & 3) == 0) reinterpret_cast<float*>(memory + AT_WRITTEN)[C * warp + row] = sum;
+        }
         chunk.store(dv, row, channel, packed(W));
         const Pair2 z = packed(dZ.v[i]);
         u32* to = reinterpret_cast<u32*>(memory + AT_DZ + value_at(row, channel >> 2));
@@ -56,7 +61,10 @@ DEVICE void store_scores(
             const int row = m + (lane >> 2) + 8 * r, column = n + 8 * j + 2 * (lane & 3);
             const int token = token_of(row), key = token_of(column);  // the next column is key + 4
             float a = x[j][2 * r], b = x[j][2 * r + 1];
-            if (inside && out != nullptr) out[token * C + key] = a, out[token * C + key + 4] = b;
+            if (inside && out != nullptr) {
+                float* at = out + token * HALF + (key & (HALF - 1));
+                at[0] = a, at[4] = b;
+            }
             if (which == 0 && column == (row & ~1)) {
                 reinterpret_cast<float*>(memory + AT_DIAGONAL)[token] = row & 1 ? b : a;
             }

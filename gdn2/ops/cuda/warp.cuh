@@ -64,13 +64,6 @@ DEVICE void load_transposed(u32 (&r)[4], const void* row) {
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-// An 8 x 8 matrix of bf16 that lies across a warp, transposed.
-DEVICE u32 transpose(u32 x) {
-    u32 y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 // x of the lane `by` lower, or zero.
 DEVICE float lower(float x, int by) {

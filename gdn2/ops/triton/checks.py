@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.chunk_op import pack
 from gdn2.ops.cuda import gradient as fused
+from gdn2.ops.cuda import intra as fused_intra
+from gdn2.ops.cuda.launch import takes
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import (
     DTYPES,
@@ -135,8 +137,21 @@ def check_intra(
     """Factors of each chunk (Eqs. 18–22, 25)."""
     right = exact(scenario, dtype)
     x, table = right.operands(device)
-    f = stages.intra(x, table, "ieee")
+    f = stages.intra(x, table, "ieee", stages.decays(x, table))
     return {name: (getattr(f, name), getattr(right, name)) for name in names}
+
+
+def check_intra_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """All factors by one kernel, where it takes such operands: nothing otherwise."""
+    pairs: Pairs = {}
+    for scenario in (MILD, STRONG):
+        right = exact(scenario, dtype)
+        x, table = right.operands(device)
+        if takes(fused_intra.NAME, x, table.size):
+            f = stages.intra(x, table, "ieee")
+            names = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
+            pairs |= {f"{n}, {scenario.name}": (getattr(f, n), getattr(right, n)) for n in names}
+    return pairs
 
 
 def check_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -211,7 +226,9 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "delta_inputs": check_delta_inputs,
     "swiglu": check_swiglu,
     "matvec": check_matvec,
-    fused.NAME: check_gradient_at_once,  # where it is wrong or cannot run, the stages' kernels are used
+    # where these are wrong or cannot run, the stages' kernels are used
+    fused_intra.NAME: check_intra_at_once,
+    fused.NAME: check_gradient_at_once,
 }
 
 

@@ -119,10 +119,13 @@ def deep_gradient_kernel(
     start_ptr, length_ptr, scale,
     HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr,
     DK: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
-    R: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq, dk, dg and db what `gradient_keys_kernel` left out. Grid: (M · H, DK / BK)."""
+    """Add to dq, dk, dg and db what `gradient_keys_kernel` left out. Grid: (M · H, DK / BK).
+
+    dA_qk and dT are whole squares of a chunk's tokens, or those of its halves only.
+    """
     chunk, rows = tl.program_id(0).to(tl.int64), tl.arange(0, R)
     if tl.max(tl.load(deep_ptr + chunk * (2 * R) + tl.arange(0, 2 * R)), 0) > 0:
         i_chunk, i_head = chunk // H, chunk % H
@@ -131,9 +134,10 @@ def deep_gradient_kernel(
         cols = tl.program_id(1) * BK + tl.arange(0, BK)
         for first in range(0, 2 * R, R):
             deep = tl.load(deep_ptr + chunk * (2 * R) + first + rows) > 0
-            square = chunk * (4 * R * R) + first * (2 * R) + first
-            flipped = square + rows[None, :] * (2 * R) + rows[:, None]
-            square = square + rows[:, None] * (2 * R) + rows[None, :]
+            wide: tl.constexpr = 2 * R if WHOLE else R
+            square = chunk * (2 * R * wide) + first * (wide + 1 if WHOLE else wide)
+            flipped = square + rows[None, :] * wide + rows[:, None]
+            square = square + rows[:, None] * wide + rows[None, :]
             g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
             K = load_rows(k_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC)
             Q = load_rows(q_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC) * scale

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.cuda import gradient as fused
+from gdn2.ops.cuda import intra as fused_intra
+from gdn2.ops.cuda.launch import takes
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton.ahead import compiling, over
 from gdn2.ops.triton.decays import decays_kernel
@@ -23,6 +25,8 @@ from gdn2.ops.triton.launch import Launch, Scan, launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
+
+WIDEST = 256  # more than any kernel takes in one program
 
 
 class Table(NamedTuple):
@@ -146,6 +150,11 @@ def decays(x: Operands, table: Table) -> Decays:
 
 def intra(x: Operands, table: Table, solve: str, sums: Decays | None = None) -> Factors:
     """Everything a chunk can compute on its own (Eqs. 18–22, 25); decays that are not given are not kept either."""
+    if sums is None and takes(fused_intra.NAME, x, table.size):
+        f = new_factors(x, table.start.numel(), table.size)
+        made = [t for t in f if t is not None]
+        fused_intra.compute(x, table.start, table.length, made, run=not compiling())
+        return f
     found, T, E_bar = scores(x, table, decays(x, table) if sums is None else sums)
     return Factors(**found, **solution(x, table, solve, T, E_bar))
 
@@ -169,11 +178,19 @@ def scores(
         **sizes(x), R=C // 2, BK=BK, **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    over(deep_scores_kernel, M * H, 2)(
-        x.q, x.k, x.g, x.b, f["A_qk"], T, f["deep"], table.start, table.length, x.scale,
-        **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
-    )  # fmt: skip
+    deep_scores(x, table, f["A_qk"], T, f["deep"])
     return f, T, E_bar
+
+
+def deep_scores(x: Operands, table: Table, A_qk: Tensor, T: Tensor | None, deep: Tensor) -> None:
+    """Add the scores of deep rows to A_qk and T."""
+    DK, arithmetic = x.k.shape[2], precision(x.q.dtype, "ieee")
+    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
+    over(deep_scores_kernel, table.start.numel() * x.heads, 2)(
+        x.q, x.k, x.g, x.b, A_qk, T, deep, table.start, table.length, x.scale,
+        **sizes(x), R=table.size // 2, BK=block(DK, launch("scores", x.k.device).key_block),
+        **products, num_warps=4,
+    )  # fmt: skip
 
 
 def solution(
@@ -290,7 +307,7 @@ def gradient(
 
 def at_once(x: Operands, table: Table) -> bool:
     """Whether one kernel makes all gradients, without the decays."""
-    return fused.takes(x, table.size)
+    return takes(fused.NAME, x, table.size)
 
 
 def gradient_at_once(
@@ -303,7 +320,8 @@ def gradient_at_once(
     )
     between.clear()
     dq, dk, dv, dg, db, dw = found
-    deep_gradient(x, deep, table, scores, (dq, dk, dg, db))
+    BK = block(x.k.shape[2], WIDEST)
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), BK, whole=False)
     return [dq, dk, dv, dg, db, dw]
 
 
@@ -387,7 +405,7 @@ def gradient_keys(
         HALF=x.q.dtype in (torch.float16, torch.bfloat16), **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    deep_gradient(x, deep, table, scores, (dq, dk, dg, db))
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), BK)
     return dq, dk, dg, db
 
 
@@ -397,15 +415,19 @@ def deep_gradient(
     table: Table,
     scores: Sequence[Tensor | None],
     found: Sequence[Tensor],
+    BK: int,
+    whole: bool = True,
 ) -> None:
-    """Add what flows through deep rows to dq, dk, dg and db."""
+    """Add what flows through deep rows to dq, dk, dg and db, by programs of so many channels.
+
+    Score gradients are of whole chunks, or of their halves only.
+    """
     M, DK = table.start.numel(), x.k.shape[2]
     arithmetic = precision(x.q.dtype, "ieee")
     products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
-    BK = block(DK, launch("gradient_keys", x.k.device).key_block)
     over(deep_gradient_kernel, M * x.heads, triton.cdiv(DK, BK))(
         x.q, x.k, x.g, x.b, *scores, deep, *found, table.start, table.length, x.scale,
-        **sizes(x), R=table.size // 2, BK=BK, **products, num_warps=4,
+        **sizes(x), R=table.size // 2, BK=BK, WHOLE=whole, **products, num_warps=4,
     )  # fmt: skip
 
 

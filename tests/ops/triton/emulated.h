@@ -109,16 +109,6 @@ inline void load_transposed(u32 (&r)[4], const void* row) {
     }
     __syncwarp();
 }
-inline u32 transpose(u32 x) {
-    give(x);
-    u32 pair[2];
-    for (int k = 0; k < 2; k++) {
-        pair[k] = take<u32>((2 * (current % 4) + k) * 4 + current % 32 / 8) >> (current / 4 % 2 * 16) & 0xffff;
-    }
-    __syncwarp();
-    return pair[0] | (pair[1] << 16);
-}
-
 inline float from_lane(float x, int lane) {
     give(x);
     const float y = take<float>(lane);

@@ -1,13 +1,15 @@
 """Compiling CUDA C++ on demand, with a compiler that is made up."""
 
 import ctypes
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gdn2.ops.cuda import build
+from gdn2.ops.cuda import build, launch
 
 
 class Compiler:
@@ -96,3 +98,20 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(build.CudaError, match=r"libnvrtc\.so\.99 is not to be found"):
         build.compiler()
     build.compiler.cache_clear()
+
+
+def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and the Triton kernels take over; a GPU with too little shared memory says nothing."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise build.CudaError("no kernel image")
+
+    device, memory = torch.device("cuda", 0), SimpleNamespace(shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "Kernel", refuse)
+    with pytest.warns(UserWarning, match="instead of intra on cuda:0: no kernel image"):
+        assert launch.load("intra", 16, 128, (128, 128), device) is None
+    memory.shared_memory_per_block_optin = 101376
+    assert launch.load("intra", 16, 128, (128, 128), device) is None

@@ -1,0 +1,110 @@
+"""The CUDA kernel of all that a chunk computes on its own, emulated on the CPU, beside the equations in fp64."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from gdn2.ops.cuda.launch import PROGRAMS, shared_memory
+from gdn2.ops.selfcheck import Scenario
+from gdn2.ops.triton import stages
+from gdn2.ops.triton.checks import CHUNK, MILD, Exact
+from tests.closeness import relative_error
+from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
+
+CPU = torch.device("cpu")
+NAMES = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
+TOLERANCE = 5e-3
+NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
+exact = cache(Exact)
+
+
+@pytest.fixture(scope="session")
+def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    return emulator(tmp_path_factory.mktemp("intra"), "intra", "vvvvvviivvfvvvvc")
+
+
+def launch(emulate: Emulate, right: Exact) -> stages.Factors:
+    """What it makes of one sequence, and which rows are deep."""
+    x, table = right.operands(CPU)
+    f = stages.new_factors(x, table.start.numel(), CHUNK)
+    found = [t for t in f if t is not None]
+    for tensor in found:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    operands = [x.v if t is None else t for t in x[:6]]
+    programs = x.q.shape[1] * table.start.numel()
+    emulate(x)(programs, [*operands, table.start, table.length, *found], x.scale)
+    return f
+
+
+@needs_compiler
+@pytest.mark.parametrize("scenario", [MILD, NARROW], ids=["128", "two heads of 64"])
+def test_factors_are_those_of_the_equations(emulate: Emulate, scenario: Scenario) -> None:
+    right = exact(scenario, torch.bfloat16)
+    found = launch(emulate, right)
+    assert not found.deep.any()
+    for name in NAMES:
+        error = relative_error(getattr(found, name).double(), getattr(right, name))
+        assert error < (1e-6 if name == "gamma_C" else TOLERANCE), name
+    for matrix in (found.A_qk, found.A):
+        assert matrix is not None
+        assert torch.equal(matrix, matrix.tril())
+
+
+@needs_compiler
+@pytest.mark.parametrize("decay", ["strong", 0.0, -1.0, -5.0, -20.0, -200.0])
+def test_factors_for_any_decay(
+    emulate: Emulate, decay: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deep rows are computed pair by pair."""
+    scenario = replace(NARROW, name=str(decay), strong=decay == "strong")
+
+    if not isinstance(decay, str):
+        change_operands(monkeypatch, lambda x: {**x, "g": torch.full_like(x["g"], decay)})
+    right = Exact(scenario, torch.bfloat16)
+    found = launch(emulate, right)
+    assert bool(found.deep.any()) == (decay not in (0.0, -1.0))
+    for name in NAMES:
+        expected: Tensor = getattr(right, name)
+        if expected.abs().max() > 1e-30:  # what bf16 holds
+            assert relative_error(getattr(found, name).double(), expected) < TOLERANCE, name
+
+
+@needs_compiler
+@pytest.mark.parametrize("strong", [False, True])
+def test_gates_for_all_channels(
+    emulate: Emulate, strong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_operands(monkeypatch, lambda x: {**x, **{n: x[n][..., :1].contiguous() for n in "bw"}})
+    right = Exact(replace(NARROW, name="one", strong=strong), torch.bfloat16)
+    found = launch(emulate, right)
+    for name in NAMES:
+        assert relative_error(getattr(found, name).double(), getattr(right, name)) < TOLERANCE, name
+
+
+@needs_compiler
+def test_later_tokens_move_no_bit(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a chunk do not depend on what comes after them."""
+    right, until = exact(NARROW, torch.bfloat16), 41
+    before = launch(emulate, right)
+
+    def halve(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in "qkvgbw":
+            x[name][:, until:] *= 0.5
+        return x
+
+    change_operands(monkeypatch, halve)
+    after = launch(emulate, Exact(replace(NARROW, name="changed"), torch.bfloat16))
+    for name in ("Q_gamma", "A_qk", "A", "Y", "U", "deep"):
+        rows = [getattr(f, name)[0, :, :until] for f in (before, after)]
+        assert torch.equal(*rows), name
+    assert not torch.equal(before.A_qk[0], after.A_qk[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", PROGRAMS)
+def test_shared_memory_is_what_the_kernel_says(emulate: Emulate, width: int) -> None:
+    x, _ = exact(MILD if width == 128 else NARROW, torch.bfloat16).operands(CPU)
+    assert emulate(x).shared_memory == shared_memory("intra", width)
