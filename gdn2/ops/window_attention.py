@@ -143,12 +143,18 @@ def _upper_backward(
     dy, q, k, v, y, log = dy[:, 1:], q[:, 1:], k[:, :-1], v[:, :-1], y[:, 1:], log[:, 1:]
     back = torch.arange(window - 1, -1, -1, device=q.device)
     turn = back.roll(-1)
-    dy, q, y = (x.index_select(-2, turn) for x in (dy, q, y))
-    k, v = k.index_select(-2, back), v.index_select(-2, back)
+    dy, q, y = (_select(x, turn) for x in (dy, q, y))
+    k, v = _select(k, back), _select(v, back)
     log = log.index_select(-1, turn)
     dy[..., -1, :], log[..., -1] = 0, UNSEEN
     dq, dk, dv = (x.contiguous() for x in _causal_backward(dy, q, k, v, y, log, scale))
     return dq, dk, dv
+
+
+def _select(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of blocks; by 16 bytes at once on a GPU, where they come one by one."""
+    wide = torch.complex128 if x.is_cuda else x.dtype
+    return x.view(wide).index_select(-2, rows).view(x.dtype)
 
 
 @_upper_backward.register_fake
