@@ -106,7 +106,7 @@ def parts(device: torch.device) -> tuple[Part, ...]:
         kernel_part("products of single rows", device, ("matvec",)),
         kernel_part("gates and activations of inference", device, ("delta_inputs", "swiglu")),
         Part("attention", "flex, sdpa" if cuda else "sdpa", flex if cuda else "flex needs CUDA"),
-        Part("loss", "torch", "the only implementation in this version"),
+        kernel_part("gradients of the loss", device, ("cross_entropy",)),
     )
 
 

@@ -206,6 +206,9 @@ def test_compiles_whole() -> None:
 def test_operator_registration() -> None:
     hidden, weight, targets = operands(5)
     torch.library.opcheck(torch.ops.gdn2.linear_cross_entropy, (hidden, weight, targets, -100, 2))
+    hidden, weight = hidden.detach(), weight.detach()
+    operands_of_both = (hidden, weight, targets, torch.tensor(0.5), -100, 2, True, False)
+    torch.library.opcheck(torch.ops.gdn2.linear_cross_entropy_and_gradients, operands_of_both)
 
 
 def test_flops_are_counted() -> None:
@@ -213,8 +216,9 @@ def test_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         for head in (weight, weight.detach()):
             linear_cross_entropy(hidden, head, targets).backward()
-    # Logits, logits again and two gradients; for a frozen head one gradient.
-    assert counter.get_total_flops() == (4 + 3) * 2 * 65 * 37 * 16
+        linear_cross_entropy(hidden, weight, targets, reduction="none").sum().backward()
+    # Logits and two gradients, for a frozen head one; unreduced also logits again.
+    assert counter.get_total_flops() == (3 + 2 + 4) * 2 * 65 * 37 * 16
 
 
 def test_bad_input_is_refused() -> None:

@@ -31,6 +31,7 @@ from gdn2.ops.triton import stages
 from gdn2.ops.triton.companions import (
     Pairs,
     check_conv,
+    check_cross_entropy,
     check_delta_inputs,
     check_matvec,
     check_norm,
@@ -226,6 +227,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "delta_inputs": check_delta_inputs,
     "swiglu": check_swiglu,
     "matvec": check_matvec,
+    "cross_entropy": check_cross_entropy,
     # where these are wrong or cannot run, the stages' kernels are used
     fused_intra.NAME: check_intra_at_once,
     fused.NAME: check_gradient_at_once,

@@ -14,6 +14,7 @@ from gdn2.ops.norm_op import normalize
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
 from gdn2.ops.triton import norm
+from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
 from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.matvec import matvec
 from gdn2.ops.triton.step import TILES, step
@@ -203,6 +204,17 @@ def check_swiglu(device: torch.device, dtype: torch.dtype) -> Pairs:
     y = swiglu(*x.to(device).chunk(2, -1))
     gate, up = x.double().chunk(2, -1)
     return {"y": (y, silu(gate) * up)}
+
+
+def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Losses and their gradients, of a vocabulary that takes several steps and one token that does not count."""
+    (logits,) = draw({"logits": (5, 2 * BLOCK + 3)}, torch.float32).values()
+    logits, targets = 5 * logits, torch.tensor([0, 7, -100, BLOCK, 2 * BLOCK + 2])
+    losses, d_logits = cross_entropy(logits.to(device), targets.to(device), -100, dtype)
+    right = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(right, targets, reduction="none")
+    (d_right,) = torch.autograd.grad(expected.sum(), right)
+    return {"losses": (losses, expected.detach()), "d_logits": (d_logits, d_right)}
 
 
 def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -19,7 +19,10 @@ from torch import Tensor
 
 VARIABLE = "TRITON_INTERPRET"
 INTERPRET = os.environ.get(VARIABLE) == "1" or not torch.cuda.is_available()
-NAMES = ("stages", "step", "conv_launch", "norm", "delta_inputs", "swiglu", "matvec")
+NAMES = (
+    *("stages", "step", "conv_launch", "norm", "delta_inputs", "swiglu", "matvec"),
+    "cross_entropy",
+)
 KERNELS = [f"gdn2.ops.triton.{name}" for name in NAMES]
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]

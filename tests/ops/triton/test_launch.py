@@ -26,6 +26,7 @@ from gdn2.ops.triton import (
     checks,
     companions,
     conv_launch,
+    cross_entropy,
     delta_inputs,
     launch,
     matvec,
@@ -50,6 +51,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "delta_inputs": (delta_inputs, "delta_inputs"),
     "swiglu": (swiglu, "swiglu"),
     "matvec": (matvec, "matvec"),
+    "cross_entropy": (cross_entropy, "cross_entropy"),
 }
 
 

@@ -1,0 +1,35 @@
+"""The kernel of losses and their gradients, interpreted, against torch's cross entropy."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+
+from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
+from tests.closeness import assert_close
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, BLOCK - 1, BLOCK, 2 * BLOCK + 1])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_losses_and_gradients(vocabulary: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = size * torch.randn(6, vocabulary, generator=generator)
+    if vocabulary > 1:
+        logits[1, 0] = -torch.inf
+    targets = torch.randint(vocabulary, (6,), generator=generator)
+    targets[1], targets[4] = vocabulary - 1, -1
+    losses, d_logits = cross_entropy(logits, targets, -1, torch.float32)
+    exact = logits.double().requires_grad_()
+    expected = torch_cross_entropy(exact, targets, ignore_index=-1, reduction="none")
+    (d_expected,) = torch.autograd.grad(expected.sum(), exact)
+    if vocabulary > 1:
+        assert_close("losses", losses, expected, 1e-6)
+        assert_close("d_logits", d_logits, d_expected, 1e-6 * size)
+    else:
+        assert not losses.any() and not d_logits.any()
+    assert losses[4] == 0 and not d_logits[4].any()
+
+
+def test_no_rows() -> None:
+    logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
+    losses, d_logits = cross_entropy(logits, targets, -1, torch.bfloat16)
+    assert losses.shape == (0,) and d_logits.shape == (0, 5) and d_logits.dtype == torch.bfloat16
