@@ -46,9 +46,11 @@ def _command(plan: Plan) -> list[str]:
         "--dtype": plan.dtype,
         "--chunk-size": str(plan.chunk_size),
         "--packed": plan.packed,
+        "--form": plan.form,
         "--passes": "backward",
         "--seconds": "0",
     }
     words = [word for option in options.items() for word in option]
-    erase = "--erase" if plan.erase else "--no-erase"
-    return ["bench", "operator", *words, erase, "--recompute", *(["--peers"] if plan.peers else [])]
+    if plan.value_heads is not None:
+        words += ["--value-heads", str(plan.value_heads)]
+    return ["bench", "operator", *words, "--recompute", *(["--peers"] if plan.peers else [])]

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, softplus
 
-from gdn2.bench import timing
+from gdn2.bench import forms, timing
+from gdn2.bench.forms import FORMS, Operands, Sizes
 from gdn2.bench.peers import KEPT, Operator, find_peers, own_operator
 from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.ops.backends import BACKENDS, choose
 
-Operands = dict[str, Tensor]
 PASSES = {"forward": "fwd", "training": "fwd train", "backward": "fwd + bwd"}
 DEFAULTS = {  # shapes, backends and dtype
     "cpu": (["1x2048x4x64x64"], "torch,reference", "fp32"),
@@ -70,7 +69,8 @@ class Plan:
     passes: tuple[str, ...] = tuple(PASSES)
     chunk_size: int = 64
     packed: str = ""  # lengths of packed sequences, or how many; empty is a dense batch
-    erase: bool = True
+    form: str = "gdn2"
+    value_heads: int | None = None  # as many as heads, or several for each
     recompute: bool | None = None  # None: beside peers, which do either, both ways; else recompute
     peers: bool = False
     seconds: float = 1.0  # to spend on each variant
@@ -132,6 +132,7 @@ def read_plans(
     usual_shapes, usual_backends, usual_dtype = DEFAULTS[where.type]
     asked = SUITES[suite][1] if suite else [(shapes or usual_shapes, backends or usual_backends)]
     (dtype,) = _listed("dtype", dtype or usual_dtype, DTYPES)
+    (settings["form"],) = _listed("form", settings.get("form", "gdn2"), FORMS)
     plans = [
         Plan(
             shapes=tuple(Shape.parse(text) for text in sizes),
@@ -145,7 +146,19 @@ def read_plans(
     ]
     for shape in (shape for plan in plans for shape in plan.shapes):
         packed_lengths(settings.get("packed", ""), shape)  # a mistake shows before any timing
+        check_value_heads(settings.get("value_heads"), settings["form"], shape)
     return plans
+
+
+def check_value_heads(value_heads: int | None, form: str, shape: Shape) -> None:
+    """Refuse what no head could be shared by."""
+    if value_heads is None:
+        return
+    if form != "gdn2":
+        raise ValueError(f"value heads: got {value_heads} for {form}, expected none but for gdn2")
+    if value_heads < 1 or value_heads % shape.heads:
+        expected = f"a multiple of the shape's {shape.heads} heads"
+        raise ValueError(f"value heads: got {value_heads}, expected {expected}")
 
 
 def _listed(option: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
@@ -176,26 +189,10 @@ def packed_lengths(packed: str, shape: Shape) -> list[int]:
 
 
 def make_operands(shape: Shape, plan: Plan) -> Operands:
-    """Operands with gates as the paper initialises them: rates in U(1, 16), steps from 1e-3 to 1e-1."""
-    dtype, device = DTYPES[plan.dtype], plan.device
-    wide = torch.promote_types(dtype, torch.float32)
-    rand = torch.Generator(device).manual_seed(0)
+    """Operands of the plan's form."""
     batch, length, heads, d_k, d_v = shape
-
-    def normal(width: int) -> Tensor:
-        sizes = (batch, length, heads, width)
-        return torch.randn(sizes, generator=rand, dtype=wide, device=device)
-
-    chance = torch.rand((2, heads, d_k), generator=rand, dtype=wide, device=device)
-    rate, step = 1 + 15 * chance[0, :, :1], 10 ** (2 * chance[1] - 3)
-    bias = step + torch.log(-torch.expm1(-step))  # softplus(bias) = step
-    g = -rate * softplus(0.5 * normal(d_k) + bias)
-    q, k = (normalize(normal(d_k), dim=-1).to(dtype) for _ in range(2))
-    v, w = normal(d_v).to(dtype), normal(d_v).sigmoid().to(dtype)
-    operands = {"q": q, "k": k, "v": v, "g": g, "w": w}
-    if plan.erase:
-        operands["b"] = normal(d_k).sigmoid().to(dtype)
-    return {name: x.requires_grad_() for name, x in operands.items()}
+    sizes = Sizes(batch, length, heads, plan.value_heads or heads, d_k, d_v)
+    return forms.make_operands(plan.form, sizes, DTYPES[plan.dtype], plan.device)
 
 
 def run_pass(measured: str, operator: Operator, operands: Operands, d_output: Tensor) -> object:
@@ -220,7 +217,7 @@ def find_operators(plan: Plan) -> tuple[dict[str, Operator], list[str]]:
         return ours, []
     if plan.recompute is None and "triton" in ours:  # the others keep the same either way
         ours[f"triton{KEPT}"] = own_operator("triton", plan.chunk_size, recompute=False)
-    found, notes = find_peers(plan.device, bool(plan.packed), plan.erase)
+    found, notes = find_peers(plan.device, bool(plan.packed), plan.form)
     return ours | found, notes
 
 

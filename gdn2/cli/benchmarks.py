@@ -28,7 +28,12 @@ def operator(
     packed: Annotated[
         str, typer.Option(help="Pack sequences: their lengths, with commas, or how many.")
     ] = "",
-    erase: Annotated[bool, typer.Option("--erase/--no-erase", help="With an erase gate.")] = True,
+    form: Annotated[
+        str, typer.Option(help="gdn2; kda: one gate a head; mamba2: one decay a head, no gates.")
+    ] = "gdn2",
+    value_heads: Annotated[
+        int | None, typer.Option(help="Value heads, several for each head of the shape.")
+    ] = None,
     passes: Annotated[
         str, typer.Option(help="forward, training (forward for a backward), backward (both).")
     ] = "forward,training,backward",
@@ -75,7 +80,8 @@ def operator(
         passes=passes,
         chunk_size=chunk_size,
         packed=packed,
-        erase=erase,
+        form=form,
+        value_heads=value_heads,
         recompute=recompute,
         peers=peers,
         seconds=seconds,

@@ -197,8 +197,24 @@ def test_operands_follow_the_initialisation_of_the_paper() -> None:
     torch.testing.assert_close(
         x["k"].detach().float().norm(dim=-1), torch.ones(1, 2048, 4), atol=1e-2, rtol=0
     )
-    dense = operator.read_plans(shapes=["1x8x1x4x4"], device="cpu", erase=False)[0]
-    assert "b" not in operator.make_operands(dense.shapes[0], dense)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"form": "kda"}, {"g": (2, 4), "v": (2, 3), "beta": (2, 1)}),
+        ({"form": "mamba2"}, {"g": (2, 1), "v": (2, 3)}),
+        ({"value_heads": 6}, {"g": (2, 4), "v": (6, 3), "w": (6, 3), "b": (2, 4)}),
+    ],
+    ids=str,
+)
+def test_other_forms_have_other_operands(
+    settings: dict[str, Any], expected: dict[str, tuple[int, int]]
+) -> None:
+    (plan,) = operator.read_plans(shapes=["1x8x2x4x3"], device="cpu", **settings)
+    x = operator.make_operands(plan.shapes[0], plan)
+    found = {n: tuple(t.shape[2:]) for n, t in x.items()}
+    assert found == {"q": (2, 4), "k": (2, 4)} | expected
 
 
 def test_packed_lengths_add_up() -> None:
@@ -211,13 +227,32 @@ def test_packed_lengths_add_up() -> None:
         assert min(lengths) > 0
 
 
-def test_packed_and_without_erasing() -> None:
-    options = ["--packed", "1,64", "--no-erase", "--passes", "backward", "--peers"]
+def test_packed_and_without_gates() -> None:
+    options = ["--packed", "1,64", "--form", "mamba2", "--passes", "backward", "--peers"]
     printed, (result,) = bench("--shape", "1x65x2x16x8", *TINY[2:], *options)
     assert {row["measured"] for row in result["rows"]} == {"backward"}
     assert result["plan"]["packed"] == "1,64"
-    assert result["notes"] == ["no peers: fla has no form without an erase gate"]
-    assert "no erase gate" not in printed
+    assert result["notes"] == ["no peers: fla packs sequences on a GPU only"]
+    assert result["plan"]["form"] == "mamba2"
+    assert result["notes"][0] in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "gdn3"}, "form: got 'gdn3', expected one of gdn2, kda, mamba2"),
+        ({"value_heads": 3}, "value heads: got 3, expected a multiple of the shape's 2 heads"),
+        ({"value_heads": 0}, "value heads: got 0, expected a multiple of the shape's 2 heads"),
+        (
+            {"form": "kda", "value_heads": 4},
+            "value heads: got 4 for kda, expected none but for gdn2",
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_form_has_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        operator.read_plans(shapes=["1x8x2x4x3"], device="cpu", **settings)
 
 
 def test_a_missing_peer_is_one_line_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +278,45 @@ def test_a_peer_is_timed_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (result,) = bench(*TINY, "--passes", "backward", "--peers")
     assert [r["backend"] for r in result["rows"]] == ["torch", "reference", "fla-naive-chunk"]
     assert result["notes"] == []
-    on_gpu, _ = peers.find_peers(torch.device("cuda"), packed=True, erase=True)
+    on_gpu, _ = peers.find_peers(torch.device("cuda"), packed=True, form="gdn2")
     assert list(on_gpu) == ["fla", "fla-no-recompute"]
-    on_cpu, notes = peers.find_peers(CPU, packed=True, erase=True)
+    on_cpu, notes = peers.find_peers(CPU, packed=True, form="gdn2")
     assert on_cpu == {}
     assert notes == ["no peers: fla packs sequences on a GPU only"]
+    assert peers.find_peers(CPU, packed=False, form="kda")[1] == [
+        "no peers: fla has kda on a GPU only"
+    ]
+
+
+def test_peers_get_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates without an axis of one, heads repeated that value heads share."""
+    given: dict[str, Any] = {}
+
+    def peer(**operands: Tensor) -> tuple[Tensor]:
+        given.update({n: tuple(x.shape) for n, x in operands.items()})
+        return (operands["v"],)
+
+    fake_fla(monkeypatch, peer)
+    for name, function in (("kda", "chunk_kda"), ("simple_gla", "chunk_simple_gla")):
+        module = types.ModuleType(f"fla.ops.{name}")
+        setattr(module, function, peer)
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+    for settings, expected in (
+        ({"form": "kda"}, {"g": (1, 8, 2, 4), "beta": (1, 8, 2)}),
+        ({"form": "mamba2"}, {"g": (1, 8, 2)}),
+        ({"value_heads": 6}, {"q": (1, 8, 6, 4), "g": (1, 8, 6, 4), "w": (1, 8, 6, 3)}),
+    ):
+        (plan,) = operator.read_plans(shapes=["1x8x2x4x3"], device="cpu", **settings)
+        found, _ = peers.find_peers(torch.device("cuda"), packed=False, form=plan.form)
+        given.clear()
+        found["fla"](**operator.make_operands(plan.shapes[0], plan))
+        assert given | expected == given
+
+
+def test_forms_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in (["--form", "kda"], ["--form", "mamba2"], ["--value-heads", "4"]):
+        _, (result,) = bench(*TINY, "--passes", "backward", *options)
+        assert [r["backend"] for r in result["rows"]] == ["torch", "reference"]
 
 
 def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
