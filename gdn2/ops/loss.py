@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gdn2.ops.loss_op import losses_and_gradients, losses_of, sum_dtype
 from gdn2.ops.packing import FLOATS
@@ -41,7 +42,7 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     logits = CPU_CHUNK if device == "cpu" else CHUNK
     chunk = chunk_tokens or max(1, logits // weight.shape[0])
-    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
     if reduction == "none":
         losses: Tensor = losses_of(flat, weight, flat_targets, ignore_index, chunk)
         return losses.reshape(targets.shape)
@@ -71,16 +72,21 @@ class _Reduced(torch.autograd.Function):
         needed: list[bool],
     ) -> Tensor:
         losses, *gradients = losses_and_gradients(
-            hidden, weight, targets, factor, ignore_index, chunk, *needed
+            hidden, weight, targets, ignore_index, chunk, *needed
         )
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(factor, *gradients)
         ctx.needed, ctx.dtypes = needed, (hidden.dtype, weight.dtype)
         return losses.sum() * factor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        parts = zip(ctx.saved_tensors, ctx.needed, ctx.dtypes, strict=True)
-        found = [(x * d_loss).to(dtype) if needs else None for x, needs, dtype in parts]
+        factor, *sums = ctx.saved_tensors
+        by = factor * d_loss
+        found = [
+            torch.mul(x, by, out=x.new_empty(x.shape, dtype=dtype)) if needs else None
+            for x, needs, dtype in zip(sums, ctx.needed, ctx.dtypes, strict=True)
+        ]
         return (*found, None, None, None, None, None)
 
 

@@ -41,26 +41,24 @@ def losses_and_gradients(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    factor: Tensor,
     ignore_index: int,
     chunk: int,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of each token, and the gradients of their sum times a factor; one not needed has no rows."""
+    """Return the loss of each token, and the gradients of their sum, unrounded; one not needed has no rows."""
     _check_range(targets, weight.shape[0], ignore_index)
     head = weight.to(hidden.dtype)
-    losses = hidden.new_empty(hidden.shape[0], dtype=sum_dtype(hidden))
-    d_hidden, d_weight = _new_gradients(hidden, weight, needs_hidden, needs_weight)
-    sums = torch.zeros_like(d_weight, dtype=sum_dtype(hidden))
+    losses, d_hidden, d_weight = _new_results(hidden, weight, needs_hidden, needs_weight)
+    d_weight.zero_()
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
         losses[part], d_logits = _token_gradients(hidden[part], head, targets[part], ignore_index)
         if needs_hidden:
-            d_hidden[part] = _product(d_logits, head).mul_(factor)
+            d_hidden[part] = _product(d_logits, head)
         if needs_weight:
-            _add_product(sums, d_logits.T, hidden[part])
-    return losses, d_hidden, torch.mul(sums, factor, out=sums).to(d_weight.dtype)
+            _add_product(d_weight, d_logits.T, hidden[part])
+    return losses, d_hidden, d_weight
 
 
 @losses_and_gradients.register_fake
@@ -68,27 +66,21 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    factor: Tensor,
     ignore_index: int,
     chunk: int,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    losses = hidden.new_empty(hidden.shape[0], dtype=sum_dtype(hidden))
-    return losses, *_new_gradients(hidden, weight, needs_hidden, needs_weight)
+    return _new_results(hidden, weight, needs_hidden, needs_weight)
 
 
-def _new_gradients(
+def _new_results(
     hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """In the operands' dtypes, but not in fp16, where the small ones of a mean over many tokens would vanish."""
-    new = [
-        torch.empty_like(
-            x if needs else x[:0], dtype=torch.float32 if x.dtype == torch.float16 else x.dtype
-        )
-        for x, needs in ((hidden, needs_hidden), (weight, needs_weight))
-    ]
-    return new[0], new[1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = hidden.shape[0] if needs_hidden else 0, weight.shape[0] if needs_weight else 0
+    shapes = hidden.shape[:1], (rows[0], hidden.shape[1]), (rows[1], hidden.shape[1])
+    losses, d_hidden, d_weight = (hidden.new_empty(s, dtype=sum_dtype(hidden)) for s in shapes)
+    return losses, d_hidden, d_weight
 
 
 @torch.library.custom_op("gdn2::linear_cross_entropy_backward", mutates_args=())
@@ -104,6 +96,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden and weight, each token with a weight of its own; one not needed has no rows."""
     head = weight.to(hidden.dtype)
+    d_losses = d_losses.where(targets != ignore_index, 0)
     d_hidden = torch.empty_like(hidden if needs_hidden else hidden[:0])
     d_weight = torch.zeros_like(weight if needs_weight else weight[:0], dtype=sum_dtype(hidden))
     # In fp16 small weights of tokens would vanish: they enter relative to the largest of them.
@@ -172,13 +165,18 @@ def _losses_flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: A
 
 @register_flop_formula(torch.ops.gdn2.linear_cross_entropy_and_gradients)
 def _both_flops(hidden: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any) -> int:
-    return 2 * prod(hidden) * weight[0] * (1 + sum(rest[-2:]))
+    return _flops(hidden, weight, rest)
 
 
 @register_flop_formula(torch.ops.gdn2.linear_cross_entropy_backward)
 def _gradients_flops(
     _d_losses: Sequence[int], hidden: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any
 ) -> int:
+    return _flops(hidden, weight, rest)
+
+
+def _flops(hidden: Sequence[int], weight: Sequence[int], rest: Sequence[Any]) -> int:
+    """Of the logits and of the gradients that are needed, as the last two arguments say."""
     return 2 * prod(hidden) * weight[0] * (1 + sum(rest[-2:]))
 
 
@@ -199,12 +197,13 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and a.dtype.itemsize == 2:
         torch.addmm(to, a, b, out_dtype=torch.float32, out=to)
     else:
-        to += _product(a, b)
+        with torch.autocast(a.device.type, enabled=False):
+            to.addmm_(a.to(to.dtype), b.to(to.dtype))
 
 
 def _check_range(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
-    if targets.device.type != "cpu":
+    if targets.is_cuda:
         torch._assert_async(~wrong.any())
     elif wrong.any():
         raise ValueError(

@@ -161,6 +161,48 @@ def test_autocast_runs_in_its_dtype() -> None:
         assert_close("gradient", x, z, 5e-3)
 
 
+def test_ignored_tokens_poison_nothing() -> None:
+    """Whatever gradient comes to them, infinite or far larger than the others'."""
+    hidden, weight, targets = operands(9)
+    targets[3] = -100
+    results = [
+        torch.autograd.grad(loss(hidden, weight, targets, reduction="none").sqrt().mean(), weight)[
+            0
+        ]
+        for loss in (linear_cross_entropy, whole)
+    ]
+    assert results[0].isfinite().all()
+    kept = targets != -100
+    losses = whole(hidden, weight, targets, reduction="none")[kept].sqrt().sum() / 9
+    assert_close("gradient", results[0], torch.autograd.grad(losses, weight)[0], 1e-12)
+    hidden, weight, _ = operands(9, dtype=torch.float16)
+    weights = torch.where(kept, 1.0, 1e9)
+    found = (linear_cross_entropy(hidden, weight, targets, reduction="none") * weights).sum()
+    right = (whole(hidden, weight, targets, reduction="none") * weights).sum()
+    actual, exact = (torch.autograd.grad(x, weight)[0] for x in (found, right))
+    assert_close("fp16", actual, exact, 2e-3)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = operands(5)
+    loss = linear_cross_entropy(hidden, weight, targets)
+    (d_hidden,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_hidden.square().sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_are_rounded_once(reduction: str) -> None:
+    """Whatever the loss is multiplied by."""
+    hidden, weight, targets = operands(500, vocabulary=300, dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = whole(inputs[0], inputs[1], targets, reduction=reduction)
+    right = torch.autograd.grad(exact / 3, inputs)
+    for x, z in zip(torch.autograd.grad(loss / 3, (hidden, weight)), right, strict=True):
+        assert_close("gradient", x, z, 2.1e-3)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_operand_costs_no_gradient(frozen: str) -> None:
     hidden, weight, targets = operands(65)
@@ -207,7 +249,7 @@ def test_operator_registration() -> None:
     hidden, weight, targets = operands(5)
     torch.library.opcheck(torch.ops.gdn2.linear_cross_entropy, (hidden, weight, targets, -100, 2))
     hidden, weight = hidden.detach(), weight.detach()
-    operands_of_both = (hidden, weight, targets, torch.tensor(0.5), -100, 2, True, False)
+    operands_of_both = (hidden, weight, targets, -100, 2, True, False)
     torch.library.opcheck(torch.ops.gdn2.linear_cross_entropy_and_gradients, operands_of_both)
 
 
@@ -250,11 +292,11 @@ def test_bad_input_is_refused() -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     hidden, weight, targets = operands(700, vocabulary=300, dtype=dtype)
     hidden, weight = (x.detach().cuda().requires_grad_() for x in (hidden, weight))
+    targets[1::7] = -100
+    targets = targets.cuda()[:, None].repeat(1, 3)[:, 1]  # not side by side
     for reduction in REDUCTIONS:
-        loss = linear_cross_entropy(
-            hidden, weight, targets.cuda(), reduction=reduction, chunk_tokens=128
-        )
-        expected = whole(hidden, weight, targets.cuda(), reduction=reduction)
+        loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, chunk_tokens=128)
+        expected = whole(hidden, weight, targets, reduction=reduction)
         assert_close("loss", loss, expected, 1e-5)
         for x, z in zip(
             gradients(loss, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True

@@ -10,7 +10,7 @@ constexpr int AT_BEFORE = 6 * READERS;
 constexpr int WIDE = C + 8, WIDE_ROW = WIDE * 4, NARROW_ROW = (C + 8) * 2;
 constexpr int AT_T = 0, AT_INVERSE = C * WIDE_ROW, AT_WORK = 2 * C * WIDE_ROW;
 constexpr int AT_A_QK = 3 * C * WIDE_ROW, AT_A = AT_A_QK + C * NARROW_ROW;
-constexpr float DEEP = -115.415f;  // log2 of DEEP in gdn2/ops/triton/tiles.py
+constexpr float DEEP = -115.415f;  // log2 of about 2e-35, as DEEP in gdn2/ops/triton/tiles.py
 constexpr int AT_DEEP = AT_A + C * C * 2 > 7 * READERS ? AT_A + C * C * 2 : 7 * READERS, MEMORY = AT_DEEP + C * 4;
 static_assert(READERS <= C * WIDE_ROW, "erase rows and values fit where T was");
 

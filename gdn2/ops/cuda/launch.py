@@ -15,7 +15,7 @@ _kernels: dict[Key, Kernel | None] = {}
 
 
 def takes(kernel: str, x: Operands, chunk: int) -> bool:
-    """Whether a kernel is for such operands, on such a device: bf16, one head for all, a width it is compiled for."""
+    """Whether a kernel is for such operands, on such a device: bf16, heads alike, a width it is compiled for."""
     if x.b is None or chunk != CHUNK or not x.q.is_cuda:
         return False
     if torch.cuda.get_device_capability(x.q.device) < (9, 0):

@@ -1,8 +1,8 @@
 // Where tokens and channels lie in registers and in the operands, and sums over tokens.
 //
 // Products do not mind how tokens and channels are numbered. Along the key channels a thread holds four tokens next to
-// each other of either half, 4 (lane / 4) + i, so that sums over tokens are mostly its own; as rows of a product these
-// are 8 i + lane / 4. Of each eight channels it holds two, 2 (lane % 4) + e.
+// each other of a half, 4 (lane / 4) + i, so that sums over tokens are mostly its own; as rows of a product these are
+// 8 i + lane / 4. Which channels it holds differs from kernel to kernel.
 #pragma once
 #include "warp.cuh"
 
@@ -60,21 +60,6 @@ template <int E> DEVICE void sums_until(Tokens<E>& x) {
 
 // Rows of a square of bf16, 16 bytes of eight rows read at a time.
 DEVICE int square_at(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
-
-// A warp's 16 channels of 64 tokens as columns of products, turned on their way through 2 KiB of shared memory: a
-// thread's four channels are two columns of either tile of eight.
-struct Columns {
-    char* tile;
-    DEVICE int at(int row, int chunk) const { return row * 32 + ((chunk ^ ((row >> 2) & 1)) << 4); }
-    DEVICE void store(int row, Pair2 x, int lane) const {
-        *reinterpret_cast<u32*>(tile + at(row, 0) + 4 * (lane & 3)) = x.x;
-        *reinterpret_cast<u32*>(tile + at(row, 1) + 4 * (lane & 3)) = x.y;
-    }
-    DEVICE void load(u32 (&b)[4], int k, int lane) const {
-        load_transposed(b, tile + at(16 * k + (lane & 15), lane >> 4));
-    }
-};
-constexpr int COLUMNS = C * 16 * 2;
 
 DEVICE float over_tokens(float x) {
     x += from_other(x, 4);

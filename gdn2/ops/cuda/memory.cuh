@@ -2,6 +2,21 @@
 #pragma once
 #include "layout.cuh"
 
+// A warp's 16 channels of 64 tokens as columns of products, turned on their way through 2 KiB of shared memory: a
+// thread's four channels are two columns of either tile of eight.
+struct Columns {
+    char* tile;
+    DEVICE int at(int row, int chunk) const { return row * 32 + ((chunk ^ ((row >> 2) & 1)) << 4); }
+    DEVICE void store(int row, Pair2 x, int lane) const {
+        *reinterpret_cast<u32*>(tile + at(row, 0) + 4 * (lane & 3)) = x.x;
+        *reinterpret_cast<u32*>(tile + at(row, 1) + 4 * (lane & 3)) = x.y;
+    }
+    DEVICE void load(u32 (&b)[4], int k, int lane) const {
+        load_transposed(b, tile + at(16 * k + (lane & 15), lane >> 4));
+    }
+};
+constexpr int COLUMNS = C * 16 * 2;
+
 // Shared memory: three tiles of values, later each warp's own and the keys' gradients through the states; dR, later
 // score gradients as two bf16 each, the lower only inside the halves; A, later the readers' gradients through the
 // states.

@@ -195,15 +195,18 @@ def check_gradient(
 
 
 def check_gradient_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """All of them by one kernel, where it takes such operands: nothing otherwise."""
-    right = exact(MILD, dtype)
-    x, table = right.operands(device)
-    if not stages.at_once(x, table):
-        return {}
-    f = right.factors(device)
-    between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
-    found = stages.gradient(x, f.A, f.deep, table, None, right.give("do", device), between)
-    return {f"d{n}": (y, right.grads[n]) for n, y in zip("qkvgbw", found, strict=True)}
+    """All of them by one kernel and the one for deep rows, where it takes such operands: nothing otherwise."""
+    pairs: Pairs = {}
+    for scenario in (MILD, STRONG):
+        right = exact(scenario, dtype)
+        x, table = right.operands(device)
+        if stages.at_once(x, table):
+            f = right.factors(device, stages.intra(x, table, "ieee").deep)
+            between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
+            found = stages.gradient(x, f.A, f.deep, table, None, right.give("do", device), between)
+            grads = zip("qkvgbw", found, strict=True)
+            pairs |= {f"d{n}, {scenario.name}": (y, right.grads[n]) for n, y in grads}
+    return pairs
 
 
 SCORES = ("Q_gamma", "K_tail", "gamma_C", "A_qk")

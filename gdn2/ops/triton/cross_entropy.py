@@ -46,6 +46,7 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Losses of the rows of logits [tokens, vocabulary], and their gradients in a dtype; nothing where ignored."""
+    logits, targets = logits.contiguous(), targets.contiguous()
     losses = logits.new_empty(len(logits))
     d_logits = logits.new_empty(logits.shape, dtype=dtype)
     with torch.cuda.device_of(logits):

@@ -1,7 +1,8 @@
 """Rows whose decay inside a half is too deep to be measured from its start: halving down to single tokens.
 
-Such rows are rare. Both kernels look at the flags that `scores_kernel` left and leave at once where there are none, so
-the kernels that do the usual work need neither the registers nor the branches of this one.
+Such rows are rare. Both kernels look at the flags that `scores_kernel`, or the CUDA kernel in its place, left and leave
+at once where there are none, so the kernels that do the usual work need neither the registers nor the branches of this
+one.
 """
 
 import triton
@@ -122,7 +123,7 @@ def deep_gradient_kernel(
     R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq, dk, dg and db what `gradient_keys_kernel` left out. Grid: (M · H, DK / BK).
+    """Add to dq, dk, dg and db what `gradient_keys_kernel`, or the CUDA kernel, left out. Grid: (M · H, DK / BK).
 
     dA_qk and dT are whole squares of a chunk's tokens, or those of its halves only.
     """

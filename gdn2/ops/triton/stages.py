@@ -26,8 +26,6 @@ from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
 
-WIDEST = 256  # more than any kernel takes in one program
-
 
 class Table(NamedTuple):
     """Chunks in sequence-major order; its sizes depend on shapes alone, unused chunks have length 0."""
@@ -178,19 +176,11 @@ def scores(
         **sizes(x), R=C // 2, BK=BK, **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    deep_scores(x, table, f["A_qk"], T, f["deep"])
-    return f, T, E_bar
-
-
-def deep_scores(x: Operands, table: Table, A_qk: Tensor, T: Tensor | None, deep: Tensor) -> None:
-    """Add the scores of deep rows to A_qk and T."""
-    DK, arithmetic = x.k.shape[2], precision(x.q.dtype, "ieee")
-    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
-    over(deep_scores_kernel, table.start.numel() * x.heads, 2)(
-        x.q, x.k, x.g, x.b, A_qk, T, deep, table.start, table.length, x.scale,
-        **sizes(x), R=table.size // 2, BK=block(DK, launch("scores", x.k.device).key_block),
-        **products, num_warps=4,
+    over(deep_scores_kernel, M * H, 2)(
+        x.q, x.k, x.g, x.b, f["A_qk"], T, f["deep"], table.start, table.length, x.scale,
+        **sizes(x), R=C // 2, BK=BK, **products, num_warps=4,
     )  # fmt: skip
+    return f, T, E_bar
 
 
 def solution(
@@ -320,8 +310,8 @@ def gradient_at_once(
     )
     between.clear()
     dq, dk, dv, dg, db, dw = found
-    BK = block(x.k.shape[2], WIDEST)
-    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), BK, whole=False)
+    # all channels by one program: a gate for all of them has no room for several sums
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), x.k.shape[2], whole=False)
     return [dq, dk, dv, dg, db, dw]
 
 

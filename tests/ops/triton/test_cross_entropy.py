@@ -29,6 +29,14 @@ def test_losses_and_gradients(vocabulary: int, size: float) -> None:
     assert losses[4] == 0 and not d_logits[4].any()
 
 
+def test_operands_that_do_not_lie_side_by_side() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(7, 4, generator=generator).T, torch.arange(12).reshape(4, 3) % 7
+    found = cross_entropy(logits, labels[:, -1], -1, torch.float32)
+    expected = cross_entropy(logits.contiguous(), labels[:, -1].contiguous(), -1, torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_no_rows() -> None:
     logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     losses, d_logits = cross_entropy(logits, targets, -1, torch.bfloat16)
