@@ -60,7 +60,7 @@ def gated_delta_rule(
         recompute: compute again in the backward what each chunk can compute on its own, instead of keeping it. The
             torch backend keeps the same either way.
         solve_precision: "ieee" or "tf32" products in the triangular inverse. The torch backend is always "ieee"; the
-            kernels take tf32 where the operands are half precision, whose own rounding is larger.
+            kernels take tf32, or two bf16 a number, for operands of half precision, whose own rounding is larger.
     """
     check_operands(q, k, v, g, b, w)
     require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
