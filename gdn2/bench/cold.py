@@ -10,7 +10,7 @@ from typing import Any
 
 from gdn2.bench.operator import Plan
 
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
 
 
 def run_fresh(command: list[str]) -> dict[str, Any]:

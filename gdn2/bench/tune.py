@@ -138,7 +138,7 @@ def prepare(shape: Shape, plan: Plan) -> dict[str, Stage]:
         return list(stages.decays(x, table))
 
     def intra() -> list[Tensor]:
-        return [y for y in stages.intra(x, table, "ieee", sums) if y is not None]
+        return stages.intra(x, table, "ieee", sums).tensors()
 
     def scan() -> list[Tensor]:
         forward = stages.scan(x, f, table, state, outputs=True, save=False)

@@ -8,13 +8,13 @@ import torch
 
 from gdn2.ops import trust
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.cuda.launch import takes
+from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain
 from gdn2.ops.operands import Operands
 from tests.closeness import relative_error
 from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, run
 from tests.ops.cases import Case
 
-KERNELS = ("intra", "gradient")
+KERNELS = ("intra", "forward_scan", "reverse_scan", "gradient")
 HOPPER = COMPILED and torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +29,7 @@ CASES = {
     "one gate a head": replace(USUAL, widths=("full", "one", "one")),
     "no write gate": replace(USUAL, widths=("full", "one", "none")),
     "kept factors": replace(USUAL, recompute=False),
+    "many rows": replace(USUAL, B=48, T=70),
 }
 
 
@@ -39,23 +40,65 @@ def packed(case: Case) -> Operands:
     return pack(**given, scale=1.0)
 
 
+def distrust(monkeypatch: pytest.MonkeyPatch, *kernels: str) -> None:
+    verdict = dict.fromkeys(kernels, "for the test")
+    monkeypatch.setitem(trust._known, trust._indexed(torch.device("cuda")), verdict)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is near the equations in fp64, and neither is much further away than the other."""
     case = CASES[name]
     x = packed(case)
-    assert all(takes(kernel, x, 64) for kernel in KERNELS)
+    assert in_blocks(x, 64)
     expected, ours = exact(case).named(), run(case).named()
-    distrusted = dict.fromkeys(KERNELS, "for the test")
-    monkeypatch.setitem(trust._known, trust._indexed(torch.device("cuda")), distrusted)
-    assert not any(takes(kernel, x, 64) for kernel in KERNELS)
+    distrust(monkeypatch, *KERNELS)
+    assert not in_blocks(x, 64)
     triton = run(case).named()
     for quantity, y in expected.items():
         error, other = (relative_error(found[quantity], y) for found in (ours, triton))
         assert error <= max(1.3 * other, 2e-3), (quantity, error, other)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_one_kernel_cannot_do(
+    kernel: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others read what Triton's kernels leave in its place, and the other way."""
+    case = replace(USUAL, recompute=recompute)
+    distrust(monkeypatch, kernel)
+    found = run(case).named()
+    for quantity, y in exact(case).named().items():
+        assert relative_error(found[quantity], y) < 1e-2, quantity
+
+
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"d_k": 96}, {"chunk_size": 32}])
 def test_other_operands_are_left_to_triton(change: dict[str, object]) -> None:
     case = replace(USUAL, **change)  # type: ignore[arg-type]
-    assert not takes("gradient", packed(case), case.chunk_size)
+    assert not in_blocks(packed(case), case.chunk_size)
+
+
+PLAIN_CASES = {
+    "no gates": replace(USUAL, widths=("one", "none", "none")),
+    "a write gate a head": replace(USUAL, widths=("one", "none", "one")),
+    "128, packed": replace(
+        USUAL, d_k=128, d_v=128, widths=("one", "none", "one"), lengths=(1, 63, 64, 65, 130)
+    ),
+    "shared keys": replace(USUAL, widths=("one", "none", "one"), heads=(1, 2, 2, 2)),
+    "many rows": replace(USUAL, widths=("one", "none", "none"), B=48, T=70),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CASES)
+def test_both_ways_without_an_erase_gate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PLAIN_CASES[name]
+    x = packed(case)
+    assert takes_plain(x, 64, rows=8)
+    expected, ours = exact(case).named(), run(case).named()
+    distrust(monkeypatch, PLAIN)
+    assert not takes_plain(x, 64, rows=8)
+    triton = run(case).named()
+    for quantity, y in expected.items():
+        error, other = (relative_error(found[quantity], y) for found in (ours, triton))
+        assert error <= max(1.3 * other, 2e-3), (quantity, error, other)

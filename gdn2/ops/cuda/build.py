@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -112,26 +113,33 @@ class Kernel:
         self.threads, self.shared_memory = threads, shared_memory
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream()  # the driver needs torch's context
+        self.device = torch.cuda.current_device()
         _require(driver().cuModuleLoadData(ctypes.byref(self.module), compiled(name, options)))
         _require(
             driver().cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode())
         )
         _require(driver().cuFuncSetAttribute(self.function, MOST_SHARED_MEMORY, shared_memory))
 
-    def __call__(self, programs: int, *arguments: Tensor | float) -> None:
+    def __call__(self, programs: int, *arguments: Tensor | float | None) -> None:
         """Start programs on the current stream; tensors are passed as pointers, numbers as floats."""
-        values = [
-            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_float(a)
-            for a in arguments
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        count = len(arguments)
+        values = (ctypes.c_uint64 * count)(*map(_bits, arguments))
+        first = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.device))
         grid, block = (programs, 1, 1), (self.threads, 1, 1)
         _require(
             driver().cuLaunchKernel(
                 self.function, *grid, *block, self.shared_memory, stream, pointers, None
             )
         )
+
+
+def _bits(argument: Tensor | float | None) -> int:
+    """What a kernel finds where an argument is: a pointer, or a number in the first four bytes."""
+    if isinstance(argument, float):
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return 0 if argument is None else argument.data_ptr()
 
 
 def _require(status: int) -> None:

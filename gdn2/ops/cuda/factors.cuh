@@ -1,6 +1,7 @@
 // The first part of a chunk's own work: decays, and what queries, erase rows and keys are in their half.
 #pragma once
 #include "layout.cuh"
+#include "stored.cuh"
 
 // Shared memory: queries, erase rows and keys of all tokens, and keys of the first half as the second meets them; later
 // T, its inverse and a matrix on the way there in fp32, A_qk and A as operands of products; then erase rows and values
@@ -67,7 +68,7 @@ template <bool FULL> DEVICE Pair4 token_factors(
     char* memory, const Chunk<FULL>& chunk, const Factors& to, const Pair4 (&inputs)[3], const float (&log)[8],
     const float (&last)[8], const float (&other)[8], const Place& place, int i, float scale) {
     const int row = place.row(i), channel = place.channel;
-    const i64 at = 2 * ((chunk.index * C + place.token(i)) * D + channel);
+    const i64 at = chunk.index * (C * D * 2) + stored_at<C>(place.token(i), channel);
     float since[8], K[8], x[8], y[8];
     bool deep = false;
     unpack(K, inputs[1]);

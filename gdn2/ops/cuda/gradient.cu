@@ -49,10 +49,11 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
     }
     for (int n = threadIdx.x; n < C * D / 8; n += THREADS) {
         const int token = n / (D / 4) * 2, four = n % (D / 4);
-        const char* rows = static_cast<const char*>(a.R) + 2 * ((chunk.index * C + token) * D + 4 * four);
+        const char* rows = static_cast<const char*>(a.R) + chunk.index * (C * D * 2);
         const Pair2 x = chunk.template load<Pair2>(a.d_out, token, 4 * four);
         const Pair2 y = chunk.template load<Pair2>(a.d_out, token + 1, 4 * four);
-        const Pair2 r = read2(rows), s = read2(rows + 2 * D);
+        const Pair2 r = read2(rows + stored_at<C>(token, 4 * four));
+        const Pair2 s = read2(rows + stored_at<C>(token + 1, 4 * four));
         *reinterpret_cast<Pair4*>(memory + AT_DO + value_at(token, four)) = {x.x, y.x, x.y, y.y};
         *reinterpret_cast<Pair4*>(memory + AT_R + value_at(token, four)) = {r.x, s.x, r.y, s.y};
     }

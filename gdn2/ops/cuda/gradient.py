@@ -5,15 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import CHUNK, loaded
+from gdn2.ops.cuda.launch import CHUNK, GRADIENT, aligned, loaded
 from gdn2.ops.operands import Operands
-
-NAME = "gradient"
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The kernel loads up to 16 bytes at once; a part of another tensor may begin anywhere."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def gradients(
@@ -24,19 +17,20 @@ def gradients(
     length: Tensor,
     do: Tensor,
     between: Sequence[Tensor],
+    blocks: bool,
     run: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """dq, dk, dv, dg, db, dw without what flows through deep rows, and dA_qk and dT of halves that have such rows.
 
     Between the scans and this are states at chunk starts, residuals, and gradients of states at chunk ends and of
-    residuals. Without `run` the kernel is made ready and not started.
+    residuals, in rows or in blocks. Without `run` the kernel is made ready and not started.
     """
     starts, R, ends, dR = between
     found = [x.v.new_empty(0) if t is None else torch.empty_like(t) for t in x[:6]]
     halves = (*A.shape[:3], CHUNK // 2)
     scores = [A.new_empty(halves, dtype=torch.float32) for _ in range(2)]
     do = aligned(do)
-    kernel, programs = loaded(NAME, x), A.shape[0] * A.shape[1]
+    kernel, programs = loaded(GRADIENT, x, BLOCKS=int(blocks)), A.shape[0] * A.shape[1]
     assert kernel is not None and x.b is not None
     if run and programs:
         w = x.v if x.w is None else x.w  # not read

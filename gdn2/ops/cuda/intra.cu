@@ -24,7 +24,8 @@ DEVICE void store_inverse(char* memory, const Factors& to, i64 chunk) {
 DEVICE void store_scores(const char* memory, const Factors& to, i64 chunk) {
     for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
         const Pair4 x = *reinterpret_cast<const Pair4*>(memory + AT_A_QK + n / 8 * NARROW_ROW + n % 8 * 16);
-        *reinterpret_cast<Pair4*>(static_cast<char*>(to.A_qk) + 2 * (chunk * C * C + 8 * n)) = x;
+        const int at = BLOCKS ? block_at(n / 8, n % 8) : 16 * n;
+        *reinterpret_cast<Pair4*>(static_cast<char*>(to.A_qk) + 2 * chunk * C * C + at) = x;
     }
 }
 
@@ -47,7 +48,7 @@ DEVICE void store_columns(char* tile, const Pair4 (&x)[4], const Place& place) {
     }
 }
 
-// A times 32 channels from a first one on, to [M, H, C, D].
+// A times 32 channels from a first one on.
 DEVICE void times_inverse(const char* memory, const char* tile, void* to, i64 chunk, int first_channel, int lane) {
     float found[4][4][4] = {};
 #pragma unroll
@@ -73,8 +74,8 @@ DEVICE void times_inverse(const char* memory, const char* tile, void* to, i64 ch
     for (int m = 0; m < 4; m++)
 #pragma unroll
         for (int r = 0; r < 4; r += 2) {
-            const i64 at = (chunk * C + 16 * m + 4 * r + (lane >> 2)) * D + first_channel + 8 * (lane & 3);
-            *reinterpret_cast<Pair4*>(static_cast<char*>(to) + 2 * at) = {
+            const int at = stored_at<C>(16 * m + 4 * r + (lane >> 2), first_channel + 8 * (lane & 3));
+            *reinterpret_cast<Pair4*>(static_cast<char*>(to) + chunk * (C * D * 2) + at) = {
                 pack(found[m][0][r], found[m][0][r + 1]), pack(found[m][1][r], found[m][1][r + 1]),
                 pack(found[m][2][r], found[m][2][r + 1]), pack(found[m][3][r], found[m][3][r + 1])};
         }

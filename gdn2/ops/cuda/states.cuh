@@ -1,6 +1,7 @@
 // Through the states at both ends of a chunk.
 #pragma once
 #include "memory.cuh"
+#include "stored.cuh"
 
 // Values times a state transposed, for a warp's 16 key channels.
 DEVICE void through_state(
@@ -25,9 +26,9 @@ DEVICE void load_state(Pair4 (&to)[2][D / 32], const void* states, i64 chunk, in
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int channel = 16 * warp + 8 * j + group;
-        const char* row = static_cast<const char*>(states) + ((chunk * D + channel) * D + 8 * (lane & 3)) * 2;
+        const char* state = static_cast<const char*>(states) + chunk * (D * D * 2);
 #pragma unroll
-        for (int t = 0; t < D / 32; t++) to[j][t] = read4(row + 64 * t);
+        for (int t = 0; t < D / 32; t++) to[j][t] = read4(state + stored_at<D>(channel, 32 * t + 8 * (lane & 3)));
     }
 }
 

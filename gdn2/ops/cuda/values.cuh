@@ -1,6 +1,7 @@
 // Along the value channels: dZ, dV, dW and the gradients of both score matrices.
 #pragma once
 #include "memory.cuh"
+#include "stored.cuh"
 
 // dZ = A^T dR for a warp's 16 value channels, dV and dW; dZ goes to shared memory.
 template <bool FULL> DEVICE void value_gradients(
@@ -11,8 +12,8 @@ template <bool FULL> DEVICE void value_gradients(
     const Columns columns = {memory + AT_COLUMNS + warp * COLUMNS};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const char* row = static_cast<const char*>(dR) + 2 * ((chunk.index * C + 8 * i + group) * D + channel);
-        columns.store(8 * i + group, read2(row), lane);
+        const char* rows = static_cast<const char*>(dR) + chunk.index * (C * D * 2);
+        columns.store(8 * i + group, read2(rows + stored_at<C>(8 * i + group, channel)), lane);
     }
     __syncwarp();
     Tile<8> dZ = {};

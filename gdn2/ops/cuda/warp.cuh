@@ -64,6 +64,12 @@ DEVICE void load_transposed(u32 (&r)[4], const void* row) {
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
+// The opposite: matrices to where the rows of their transposes are.
+DEVICE void store_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+        :: "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 // x of the lane `by` lower, or zero.
 DEVICE float lower(float x, int by) {
@@ -84,9 +90,10 @@ DEVICE float add_lower(float x, int by) {
 }
 DEVICE float from_other(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 
-// 16 bytes to shared memory without registers.
-DEVICE void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+// 16 bytes to shared memory without registers, or zeros.
+DEVICE void copy_async(void* to, const void* from, bool known = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"(shared_address(to)), "l"(from), "r"(known ? 16 : 0) : "memory");
 }
 
 DEVICE void wait_for_copies() {
@@ -98,4 +105,4 @@ DEVICE void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
-#define SHARED_MEMORY(name) extern __shared__ __align__(128) char name[]
+#define SHARED_MEMORY(name) extern __shared__ __align__(1024) char name[]

@@ -7,6 +7,7 @@ stage run one after the other: the later one is also fed by the earlier. Kernels
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from torch.nn.functional import pad
 
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.cuda import gradient as fused
-from gdn2.ops.cuda import intra as fused_intra
-from gdn2.ops.cuda.launch import takes
+from gdn2.ops.cuda.blocks import to_blocks, to_rows
+from gdn2.ops.cuda.launch import FORWARD, GRADIENT, INTRA, PLAIN, REVERSE, in_blocks, takes
 from gdn2.ops.operands import Operands
+from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import (
     DTYPES,
     TOLERANCES,
@@ -27,7 +28,7 @@ from gdn2.ops.selfcheck import (
     make_operands,
     relative_error,
 )
-from gdn2.ops.triton import stages
+from gdn2.ops.triton import scans, stages
 from gdn2.ops.triton.companions import (
     Pairs,
     check_conv,
@@ -38,10 +39,11 @@ from gdn2.ops.triton.companions import (
     check_step,
     check_swiglu,
 )
-from gdn2.ops.triton.pipeline import dense_table
+from gdn2.ops.triton.pipeline import contiguous, dense_table
 from gdn2.ops.triton.stages import Factors, Table
 
 CHUNK = 64
+FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
 MILD = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(128, 128))
 STRONG = replace(MILD, name="strong", strong=True)
 
@@ -123,9 +125,8 @@ class Exact:
 
     def factors(self, device: torch.device, deep: Tensor | None = None) -> Factors:
         """What the stages after the first are given."""
-        names = [name for name in Factors._fields if name != "deep"]
         flags = torch.zeros(self.A.shape[:3], dtype=torch.int8, device=device)
-        given = {name: self.give(name, device) for name in names}
+        given: dict[str, Any] = {name: self.give(name, device) for name in FACTORS}
         return Factors(**given, deep=flags if deep is None else deep)
 
 
@@ -148,35 +149,91 @@ def check_intra_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
     for scenario in (MILD, STRONG):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
-        if takes(fused_intra.NAME, x, table.size):
+        blocks = in_blocks(x, table.size)
+        if takes(INTRA, x, table.size, BLOCKS=int(blocks)):
             f = stages.intra(x, table, "ieee")
-            names = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
-            pairs |= {f"{n}, {scenario.name}": (getattr(f, n), getattr(right, n)) for n in names}
+            f = reordered(f) if blocks else f
+            pairs |= {f"{n}, {scenario.name}": (getattr(f, n), getattr(right, n)) for n in FACTORS}
     return pairs
 
 
+def reordered(f: Factors) -> Factors:
+    """In blocks if they are in rows, and the other way."""
+    assert f.Y is not None
+    names = ("Q_gamma", "K_tail", "A_qk", "Y", "U")
+    reorder = to_rows if f.blocks else to_blocks
+    found = {name: reorder(getattr(f, name)) for name in names}
+    return f._replace(**found, blocks=not f.blocks)
+
+
+def in_rows(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return to_rows(pair[0]), pair[1]
+
+
 def check_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Output and states (Eqs. 23, 24), for the forward and for the backward."""
+    """Outputs and states (Eqs. 23, 24), and the states and residuals that the backward needs."""
     right = exact(MILD, dtype)
+    return scanned(right, right.factors(device), device, stages.scan)
+
+
+def scanned(right: Exact, f: Factors, device: torch.device, scan: Callable[..., Any]) -> Pairs:
     x, table = right.operands(device)
-    f, state = right.factors(device), right.give("state", device)
-    o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
-    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    state = right.give("state", device)
+    o, final, _, _ = scan(x, f, table, state, outputs=True, save=False)
+    _, _, starts, R = scan(x, f, table, state, outputs=False, save=True)
     found = {"o": o, "final": final, "starts": starts, "R": R}
-    return {name: (y, getattr(right, name)) for name, y in found.items() if y is not None}
+    return {name: (y, getattr(right, name)) for name, y in found.items()}
+
+
+def check_scan_by_cuda(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """The same by the CUDA kernel, where it takes such operands: nothing otherwise."""
+    right = exact(MILD, dtype)
+    if not in_blocks(right.operands(device)[0], CHUNK):
+        return {}
+    pairs = scanned(right, reordered(right.factors(device)), device, scans.scan)
+    return pairs | {name: in_rows(pairs[name]) for name in ("starts", "R")}
+
+
+def check_plain_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Output and final state without an erase gate, where the kernel takes such operands: nothing otherwise."""
+    drawn = make_operands(MILD, dtype)
+    q, k, v, g, w = drawn["q"], drawn["k"], drawn["v"], drawn["g"][..., :1], drawn["w"][..., :1]
+    state, scale = drawn["initial_state"], 0.1
+    x = pack(q.to(device), k.to(device), v.to(device), g.to(device), None, w.to(device), scale)
+    table = dense_table(1, q.shape[1], CHUNK, device)
+    found = scans.plain(contiguous(x), table, state.to(device))
+    if found is None:
+        return {}
+    q, k, v, g, w, state = (t.double() for t in (q, k, v, g, w, state))
+    right = token_loop(q, k, v, g, None, w, scale, state)
+    return {"o": (found[0], right[0][0]), "final": (found[1], right[1])}
 
 
 def check_scan_reverse(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Gradients of residuals and states (Eqs. 53–63)."""
     right = exact(MILD, dtype)
+    return scanned_back(right, right.factors(device), device, stages.scan_reverse)
+
+
+def scanned_back(right: Exact, f: Factors, device: torch.device, scan: Callable[..., Any]) -> Pairs:
     do, d_final = right.give("do", device), right.give("d_final", device)
     x, table = right.operands(device)
-    dR, ends, d_state = stages.scan_reverse(x, right.factors(device), table, do, d_final)
+    dR, ends, d_state = scan(x, f, table, do, d_final)
     return {
         "dR": (dR, right.dR),
         "ends": (ends, right.ends),
         "d_state": (d_state, right.grads["state"]),
     }
+
+
+def check_scan_reverse_by_cuda(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """The same by the CUDA kernel, where it takes such operands: nothing otherwise."""
+    right = exact(MILD, dtype)
+    if not in_blocks(right.operands(device)[0], CHUNK):
+        return {}
+    f = reordered(right.factors(device))
+    pairs = scanned_back(right, f, device, scans.scan_reverse)
+    return pairs | {name: in_rows(pairs[name]) for name in ("ends", "dR")}
 
 
 def check_gradient(
@@ -200,10 +257,13 @@ def check_gradient_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
     for scenario in (MILD, STRONG):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
-        if stages.at_once(x, table):
+        blocks = in_blocks(x, table.size)
+        if stages.at_once(x, table, blocks):
             f = right.factors(device, stages.intra(x, table, "ieee").deep)
             between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
-            found = stages.gradient(x, f.A, f.deep, table, None, right.give("do", device), between)
+            between = [to_blocks(t) for t in between] if blocks else between
+            do = right.give("do", device)
+            found = stages.gradient(x, f.A, f.deep, table, None, do, between, blocks)
             grads = zip("qkvgbw", found, strict=True)
             pairs |= {f"d{n}, {scenario.name}": (y, right.grads[n]) for n, y in grads}
     return pairs
@@ -232,8 +292,11 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "matvec": check_matvec,
     "cross_entropy": check_cross_entropy,
     # where these are wrong or cannot run, the stages' kernels are used
-    fused_intra.NAME: check_intra_at_once,
-    fused.NAME: check_gradient_at_once,
+    INTRA: check_intra_at_once,
+    PLAIN: check_plain_scan,
+    FORWARD: check_scan_by_cuda,
+    REVERSE: check_scan_reverse_by_cuda,
+    GRADIENT: check_gradient_at_once,
 }
 
 

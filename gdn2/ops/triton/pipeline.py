@@ -6,9 +6,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gdn2.ops.cuda.launch import in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
-from gdn2.ops.triton import ahead, stages
+from gdn2.ops.triton import ahead, scans, stages
 from gdn2.ops.triton.stages import Factors, Table
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
@@ -26,18 +27,20 @@ def forward(
             x.k.device,
             lambda: rehearse(x, table, state, solve, keep),
         )
-        f, o, final = run_forward(x, table, state, solve)
-    return o, final, [t for t in f if t is not None] if keep == "factors" else []
+        return run_forward(x, table, state, solve, keep)
 
 
 def run_forward(
-    x: Operands, table: Table, state: Tensor, solve: str
-) -> tuple[Factors, Tensor, Tensor]:
-    """Factors, output and final state."""
+    x: Operands, table: Table, state: Tensor, solve: str, keep: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, final state and what is kept."""
+    at_once = None if keep == "factors" else scans.plain(x, table, state)
+    if at_once is not None:
+        return *at_once, []
     f = stages.intra(x, table, solve)
-    o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
+    o, final, _, _ = scans.scan(x, f, table, state, outputs=True, save=False)
     assert o is not None and final is not None
-    return f, o, final
+    return o, final, f.tensors() if keep == "factors" else []
 
 
 def backward(
@@ -60,20 +63,21 @@ def run_backward(
     d_final: Tensor,
 ) -> Gradients:
     """All gradients; nothing is held longer than it is needed."""
-    sums = None if stages.at_once(x, table) else stages.decays(x, table)
-    f = restore(saved, x.b is not None) if saved else stages.intra(x, table, solve, sums)
-    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    blocks = in_blocks(x, table.size)
+    sums = None if stages.at_once(x, table, blocks) else stages.decays(x, table)
+    f = restore(saved, x, blocks) if saved else stages.intra(x, table, solve, sums)
+    _, _, starts, R = scans.scan(x, f, table, state, outputs=False, save=True)
     assert starts is not None and R is not None
-    dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final)
+    dR, ends, d_state = scans.scan_reverse(x, f, table, do, d_final)
     A, deep, between = f.A, f.deep, [starts, R, ends, dR]
     del f, starts, R, ends, dR
-    grads = stages.gradient(x, A, deep, table, sums, do, between)
+    grads = stages.gradient(x, A, deep, table, sums, do, between, blocks)
     return Gradients(*[*grads, d_state])
 
 
 def rehearse(x: Operands, table: Table, state: Tensor, solve: str, keep: str) -> None:
     """Start every kernel that this call will, and its backward if there is to be one."""
-    _, o, final = run_forward(x, table, state, solve)
+    o, final, _ = run_forward(x, table, state, solve, keep)
     if keep != "nothing":
         run_backward(x, table, state, solve, [], o, final)
 
@@ -90,13 +94,13 @@ def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:
     if keep != "factors":
         return []
     batch = enlarged(batch)
-    return [t for t in stages.new_factors(x, batch.chunks, batch.chunk_size) if t is not None]
+    return stages.new_factors(x, batch.chunks, batch.chunk_size).tensors()
 
 
-def restore(saved: list[Tensor], erases: bool) -> Factors:
+def restore(saved: list[Tensor], x: Operands, blocks: bool) -> Factors:
     """Put the absent A and Y back in their places."""
-    fields = [*saved] if erases else [*saved[:4], None, None, *saved[4:]]
-    return Factors(*fields)
+    fields = [*saved] if x.b is not None else [*saved[:4], None, None, *saved[4:]]
+    return Factors(*fields)._replace(blocks=blocks)
 
 
 def contiguous(x: Operands) -> Operands:

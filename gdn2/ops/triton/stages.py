@@ -11,7 +11,7 @@ from torch import Tensor
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.cuda import intra as fused_intra
-from gdn2.ops.cuda.launch import takes
+from gdn2.ops.cuda.launch import GRADIENT, INTRA, in_blocks, takes
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton.ahead import compiling, over
 from gdn2.ops.triton.decays import decays_kernel
@@ -54,6 +54,11 @@ class Factors(NamedTuple):
     Y: Tensor | None  # [M, H, C, d_k]
     U: Tensor  # [M, H, C, d_v]
     deep: Tensor  # [M, H, C] which rows `deep.py` looks after
+    blocks: bool = False  # how Q_gamma, K_tail, A_qk, Y and U lie: in rows, or in blocks (`gdn2.ops.cuda.blocks`)
+
+    def tensors(self) -> list[Tensor]:
+        """All that are there."""
+        return [t for t in self[:-1] if t is not None]
 
 
 def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
@@ -147,11 +152,14 @@ def decays(x: Operands, table: Table) -> Decays:
 
 
 def intra(x: Operands, table: Table, solve: str, sums: Decays | None = None) -> Factors:
-    """Everything a chunk can compute on its own (Eqs. 18–22, 25); decays that are not given are not kept either."""
-    if sums is None and takes(fused_intra.NAME, x, table.size):
-        f = new_factors(x, table.start.numel(), table.size)
-        made = [t for t in f if t is not None]
-        fused_intra.compute(x, table.start, table.length, made, run=not compiling())
+    """Everything a chunk can compute on its own (Eqs. 18–22, 25); decays that are not given are not kept either.
+
+    Without them CUDA kernels may do it, and leave the scans their factors in blocks (`in_blocks`).
+    """
+    blocks = sums is None and in_blocks(x, table.size)
+    if sums is None and takes(INTRA, x, table.size, BLOCKS=int(blocks)):
+        f = new_factors(x, table.start.numel(), table.size)._replace(blocks=blocks)
+        fused_intra.compute(x, table.start, table.length, f.tensors(), blocks, run=not compiling())
         return f
     found, T, E_bar = scores(x, table, decays(x, table) if sums is None else sums)
     return Factors(**found, **solution(x, table, solve, T, E_bar))
@@ -268,15 +276,16 @@ def gradient(
     sums: Decays | None,
     do: Tensor,
     between: list[Tensor],
+    blocks: bool = False,
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, b and w (empty where absent), summed over what they were broadcast over.
 
     Between the scans and this are states at chunk starts, residuals, and gradients of states at chunk ends and of
     residuals. The list is emptied: their memory is given back as soon as each was used. Without `sums` one kernel does
-    it all, if it takes such operands (`at_once`).
+    it all, if it takes such operands (`at_once`), and those between may be in blocks.
     """
     if sums is None:
-        return gradient_at_once(x, A, deep, table, do, between)
+        return gradient_at_once(x, A, deep, table, do, between, blocks)
     starts, R, ends, dR = between
     between.clear()
     dZ, dv, dw, *scores = gradient_values(x, A, table, do, R, dR)
@@ -295,18 +304,24 @@ def gradient(
     ]
 
 
-def at_once(x: Operands, table: Table) -> bool:
+def at_once(x: Operands, table: Table, blocks: bool) -> bool:
     """Whether one kernel makes all gradients, without the decays."""
-    return takes(fused.NAME, x, table.size)
+    return blocks or takes(GRADIENT, x, table.size, BLOCKS=0)
 
 
 def gradient_at_once(
-    x: Operands, A: Tensor | None, deep: Tensor, table: Table, do: Tensor, between: list[Tensor]
+    x: Operands,
+    A: Tensor | None,
+    deep: Tensor,
+    table: Table,
+    do: Tensor,
+    between: list[Tensor],
+    blocks: bool,
 ) -> list[Tensor]:
     """The same by one kernel, and one for deep rows."""
     assert A is not None
     found, scores = fused.gradients(
-        x, A, deep, table.start, table.length, do, between, run=not compiling()
+        x, A, deep, table.start, table.length, do, between, blocks, run=not compiling()
     )
     between.clear()
     dq, dk, dv, dg, db, dw = found

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <vector>
 
 #define __global__
@@ -109,6 +110,17 @@ inline void load_transposed(u32 (&r)[4], const void* row) {
     }
     __syncwarp();
 }
+inline void store_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
+    give(static_cast<char*>(row));
+    const u32 pairs[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        for (int x = 0; x < 2; x++) {
+            const uint16_t one = static_cast<uint16_t>(x ? pairs[i] >> 16 : pairs[i]);
+            memcpy(take<char*>(8 * i + 2 * (current % 4) + x) + 2 * (current % 32 / 4), &one, 2);
+        }
+    }
+    __syncwarp();
+}
 inline float from_lane(float x, int lane) {
     give(x);
     const float y = take<float>(lane);
@@ -123,9 +135,69 @@ inline float lower(float x, int by) {
 }
 inline float add_lower(float x, int by) { return x + lower(x, by); }
 
-inline void copy_async(void* to, const void* from) { memcpy(to, from, 16); }
+inline void copy_async(void* to, const void* from, bool known = true) {
+    known ? memcpy(to, from, 16) : memset(to, 0, 16);
+}
 inline void wait_for_copies() {}
 inline void prefetch(const void*, int) {}
+
+// What `group.cuh` offers; products and copies are done at once.
+struct Product { float v[8][4]; };
+struct Terms { Pair4 v[4]; };
+
+template <bool TERMS_ARE_ROWS, int SIGN>
+void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
+    give(a);
+    const int group = current % 32 / 4, place = current % 4;
+    float rows[2][16];
+    for (int k = 0; k < 16; k++) {
+        const Pair4 x = take<Pair4>(group * 4 + k % 8 / 2);
+        const u32 pairs[2] = {k < 8 ? x.x : x.z, k < 8 ? x.y : x.w};
+        for (int r = 0; r < 2; r++) rows[r][k] = SIGN * (k % 2 ? second(pairs[r]) : first(pairs[r]));
+    }
+    __syncwarp();
+    for (int n = 0; n < 8; n++) {
+        for (int e = 0; e < 4; e++) {
+            const int column = 8 * n + 2 * place + e % 2;
+            float sum = keep ? to.v[n][e] : 0.0f;
+            for (int k = 0; k < 16; k++) {
+                int at = b - shared + (TERMS_ARE_ROWS ? k * 128 + column * 2 : column * 128 + k * 2);
+                at ^= (at >> 7 & 7) << 4;
+                uint16_t bits;
+                memcpy(&bits, shared + at, 2);
+                sum += rows[e / 2][k] * first(bits);
+            }
+            to.v[n][e] = sum;
+        }
+    }
+}
+inline void begin_products() {}
+inline void end_products() {}
+template <int LAST> void wait_for_products() {}
+inline void settle(Product&) {}
+inline void settle(Terms&) {}
+static Barrier numbered[16];
+template <int NUMBER> void await(int threads) { wait(numbered[NUMBER], threads); }
+template <int NUMBER> void arrive(int threads) {
+    Barrier& barrier = numbered[NUMBER];
+    if (++barrier.arrived == threads) barrier.arrived = 0, barrier.generation++;
+}
+struct Signal { int parity = 0, expected = 0, arrived = 0; };
+static std::map<char*, Signal> signals;
+inline void make_signal(char* signal, int threads) { signals[signal] = {0, threads, 0}; }
+inline void announce_own(char* signal) {
+    Signal& s = signals[signal];
+    if (++s.arrived == s.expected) s.arrived = 0, s.parity ^= 1;
+}
+inline void announce(char* signal, int) { announce_own(signal); }
+inline void copy_many(char* to, const void* from, int bytes, char*) { memcpy(to, from, bytes); }
+inline void wait_for_signal(char* signal, int parity) {
+    while (signals[signal].parity == parity) swapcontext(&fibers[current].context, &scheduler);
+}
+inline void publish() {}
+inline void store_many(void* to, const char* from, int bytes) { memcpy(to, from, bytes); }
+inline void end_stores() {}
+template <int LAST> void wait_until_read() {}
 
 inline void enter() {
     body();

@@ -11,60 +11,67 @@ import pytest
 from torch import Tensor
 
 from gdn2.ops.cuda import build
+from gdn2.ops.cuda.launch import shared_memory
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import make_operands
 from gdn2.ops.triton import checks
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
-TYPES = {"v": "void*", "f": "float*", "c": "char*", "i": "const i64*"}
+TYPES = {"v": "void*", "f": "float*", "c": "char*", "i": "const i64*"}  # and "s", the scale
+INSTRUCTIONS = frozenset({"warp.cuh", "group.cuh"})  # that `emulated.h` has in their place
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 class Emulated:
-    """A kernel for a number of heads and widths; `arguments` has a letter for each of its pointers (`TYPES`)."""
+    """A kernel compiled with some macros; `arguments` has a letter for each that it takes (`TYPES`)."""
 
-    def __init__(
-        self, folder: Path, kernel: str, arguments: str, heads: int, width: int, b: int, w: int
-    ) -> None:
-        given = ", ".join(f"({TYPES[letter]})p[{n}]" for n, letter in enumerate(arguments))
+    def __init__(self, folder: Path, kernel: str, arguments: str, **macros: int) -> None:
+        given = ", ".join(
+            "scale" if letter == "s" else f"({TYPES[letter]})p[{n}]"
+            for n, letter in enumerate(arguments)
+        )
         text = f"""#include "emulated.h"
-{build.source(f"{kernel}.cu", given=frozenset({"warp.cuh"}))}
+{build.source(f"{kernel}.cu", given=INSTRUCTIONS)}
 extern "C" void run(int programs, void** p, float scale) {{
-    for (int i = 0; i < programs; i++) run_program(i, THREADS, [=] {{ {kernel}({given}, scale); }});
+    for (int i = 0; i < programs; i++) run_program(i, THREADS, [=] {{ {kernel}({given}); }});
 }}
 extern "C" int memory() {{ return MEMORY; }}
 """
         shutil.copy(Path(__file__).parent / "emulated.h", folder)
-        library = folder / f"{kernel}-{heads}-{width}-{b}-{w}.so"
+        library = folder / f"{kernel}-{'-'.join(map(str, macros.values()))}.so"
         source = library.with_suffix(".cpp")
         source.write_text(text)
-        widths = [f"-DD={width}", f"-DHEADS={heads}", f"-DB_WIDTH={b}", f"-DW_WIDTH={w}"]
-        options = [*widths, "-DPROGRAMS=1", "-std=c++17", "-O1", "-w"]
+        options = [f"-D{name}={value}" for name, value in macros.items()]
+        options += ["-DPROGRAMS=1", "-std=c++17", "-O1", "-w"]
         assert COMPILER is not None
         command = [COMPILER, *options, "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
         self.library = ctypes.CDLL(str(library))
-        self.arguments = arguments
+        self.kernel, self.macros = kernel, macros
+        self.pointers = len(arguments.rstrip("s"))
 
-    def __call__(self, programs: int, tensors: Sequence[Tensor], scale: float) -> None:
-        assert len(tensors) == len(self.arguments)
-        pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    def __call__(self, programs: int, tensors: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        assert len(tensors) == self.pointers
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        pointers = (ctypes.c_void_p * len(tensors))(*addresses)
         self.library.run(programs, pointers, ctypes.c_float(scale))
 
-    @property
-    def shared_memory(self) -> int:
-        return int(self.library.memory())
+    def has_said_memory(self) -> bool:
+        """Whether Python knows how much shared memory the kernel takes."""
+        return int(self.library.memory()) == shared_memory(self.kernel, self.macros)
 
 
 Emulate = Callable[[Operands], Emulated]
 
 
-def emulator(folder: Path, kernel: str, arguments: str) -> Emulate:
-    """Compile a kernel once for each number of heads and widths of operands."""
+def emulator(folder: Path, kernel: str, arguments: str, **also: int) -> Emulate:
+    """Compile a kernel once for each number of heads and widths of operands, with further macros."""
 
     @cache
-    def compiled(*sizes: int) -> Emulated:
-        return Emulated(folder, kernel, arguments, *sizes)
+    def compiled(heads: int, width: int, b: int, w: int) -> Emulated:
+        return Emulated(
+            folder, kernel, arguments, HEADS=heads, D=width, B_WIDTH=b, W_WIDTH=w, **also
+        )
 
     def emulate(x: Operands) -> Emulated:
         gates = [0 if t is None else t.shape[2] for t in (x.b, x.w)]

@@ -100,6 +100,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     build.compiler.cache_clear()
 
 
+SIZES = {"HEADS": 16, "D": 128, "B_WIDTH": 128, "W_WIDTH": 128, "PROGRAMS": 2}
+
+
 def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once, and the Triton kernels take over; a GPU with too little shared memory says nothing."""
 
@@ -112,6 +115,6 @@ def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(launch, "Kernel", refuse)
     with pytest.warns(UserWarning, match="instead of intra on cuda:0: no kernel image"):
-        assert launch.load("intra", 16, 128, (128, 128), device) is None
+        assert launch.load("intra", device, SIZES) is None
     memory.shared_memory_per_block_optin = 101376
-    assert launch.load("intra", 16, 128, (128, 128), device) is None
+    assert launch.load("intra", device, SIZES) is None

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.gradient import aligned
-from gdn2.ops.cuda.launch import PROGRAMS, shared_memory, takes
+from gdn2.ops.cuda.blocks import to_blocks
+from gdn2.ops.cuda.launch import PROGRAMS, aligned, takes
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
@@ -16,6 +16,7 @@ from gdn2.ops.triton.checks import CHUNK, MILD, Exact
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
 
+ARGUMENTS = "vvvfvvvvvvvvciiffvvvfvvs"
 CPU = torch.device("cpu")
 TOLERANCE = 5e-3  # bf16 rounds by 2e-3 at most
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
@@ -24,7 +25,12 @@ exact = cache(Exact)
 
 @pytest.fixture(scope="session")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    return emulator(tmp_path_factory.mktemp("gradient"), "gradient", "vvvfvvvvvvvvciiffvvvfvv")
+    return emulator(tmp_path_factory.mktemp("gradient"), "gradient", ARGUMENTS, BLOCKS=0)
+
+
+@pytest.fixture(scope="session")
+def emulate_blocks(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    return emulator(tmp_path_factory.mktemp("gradient"), "gradient", ARGUMENTS, BLOCKS=1)
 
 
 class Launched:
@@ -35,12 +41,15 @@ class Launched:
         emulate: Emulate,
         right: Exact,
         extra: int = 0,
+        blocks: bool = False,
     ) -> None:
         self.right = right
         self.x, self.table = self.right.operands(CPU)
         x, table = self.x, self.table
         self.deep = stages.intra(*self.wide(), "ieee").deep
         between = [self.right.give(name, CPU) for name in ("A", "R", "dR", "starts", "ends")]
+        if blocks:
+            between[1:] = [to_blocks(t) for t in between[1:]]
         operands = [x.v if t is None else t for t in x[:6]]
         self.found = [torch.full_like(t, torch.nan) for t in operands]
         lengths = [torch.nn.functional.pad(t, (0, extra)) for t in (table.start, table.length)]
@@ -84,6 +93,17 @@ def test_gradients_are_those_of_the_equations(emulate: Emulate, scenario: Scenar
     errors = launched.errors(launched.found)
     assert max(errors.values()) < TOLERANCE, errors
     assert all(scores.isnan().all() for scores in launched.scores)  # only deep rows need them
+
+
+@needs_compiler
+@pytest.mark.parametrize("scenario", [MILD, NARROW], ids=["128", "two heads of 64"])
+def test_blocks_are_read_as_rows_are(
+    emulate: Emulate, emulate_blocks: Emulate, scenario: Scenario
+) -> None:
+    right = exact(scenario, torch.bfloat16)
+    rows, blocks = Launched(emulate, right), Launched(emulate_blocks, right, blocks=True)
+    for a, b in zip(rows.found, blocks.found, strict=True):
+        assert torch.equal(a, b)
 
 
 @needs_compiler
@@ -138,7 +158,7 @@ def test_chunks_without_tokens_write_nothing(emulate: Emulate) -> None:
 @pytest.mark.parametrize("width", PROGRAMS)
 def test_shared_memory_is_what_the_kernel_says(emulate: Emulate, width: int) -> None:
     x, _ = exact(MILD if width == 128 else NARROW, torch.bfloat16).operands(CPU)
-    assert emulate(x).shared_memory == shared_memory("gradient", width)
+    assert emulate(x).has_said_memory()
 
 
 def test_operands_elsewhere_are_not_taken() -> None:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import PROGRAMS, shared_memory
+from gdn2.ops.cuda.launch import PROGRAMS
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
-from gdn2.ops.triton.checks import CHUNK, MILD, Exact
+from gdn2.ops.triton.checks import CHUNK, FACTORS, MILD, Exact, reordered
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
 
 CPU = torch.device("cpu")
-NAMES = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
+ARGUMENTS = "vvvvvviivvfvvvvcs"
 TOLERANCE = 5e-3
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
 exact = cache(Exact)
@@ -23,14 +23,19 @@ exact = cache(Exact)
 
 @pytest.fixture(scope="session")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    return emulator(tmp_path_factory.mktemp("intra"), "intra", "vvvvvviivvfvvvvc")
+    return emulator(tmp_path_factory.mktemp("intra"), "intra", ARGUMENTS, BLOCKS=0)
+
+
+@pytest.fixture(scope="session")
+def emulate_blocks(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    return emulator(tmp_path_factory.mktemp("blocks"), "intra", ARGUMENTS, BLOCKS=1)
 
 
 def launch(emulate: Emulate, right: Exact) -> stages.Factors:
     """What it makes of one sequence, and which rows are deep."""
     x, table = right.operands(CPU)
     f = stages.new_factors(x, table.start.numel(), CHUNK)
-    found = [t for t in f if t is not None]
+    found = f.tensors()
     for tensor in found:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     operands = [x.v if t is None else t for t in x[:6]]
@@ -45,12 +50,27 @@ def test_factors_are_those_of_the_equations(emulate: Emulate, scenario: Scenario
     right = exact(scenario, torch.bfloat16)
     found = launch(emulate, right)
     assert not found.deep.any()
-    for name in NAMES:
+    for name in FACTORS:
         error = relative_error(getattr(found, name).double(), getattr(right, name))
         assert error < (1e-6 if name == "gamma_C" else TOLERANCE), name
     for matrix in (found.A_qk, found.A):
         assert matrix is not None
         assert torch.equal(matrix, matrix.tril())
+
+
+@needs_compiler
+@pytest.mark.parametrize("scenario", [MILD, NARROW], ids=["128", "two heads of 64"])
+def test_blocks_hold_the_same(
+    emulate: Emulate, emulate_blocks: Emulate, scenario: Scenario
+) -> None:
+    """To the bit, where the scans look for it."""
+    right = exact(scenario, torch.bfloat16)
+    rows, blocks = launch(emulate, right), launch(emulate_blocks, right)
+    assert not torch.equal(rows.U, blocks.U)
+    for name, found in reordered(blocks._replace(blocks=True))._asdict().items():
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(getattr(rows, name))), name
+    for name, found in reordered(rows)._asdict().items():
+        assert name == "blocks" or torch.equal(found, getattr(blocks, name)), name
 
 
 @needs_compiler
@@ -66,7 +86,7 @@ def test_factors_for_any_decay(
     right = Exact(scenario, torch.bfloat16)
     found = launch(emulate, right)
     assert bool(found.deep.any()) == (decay not in (0.0, -1.0))
-    for name in NAMES:
+    for name in FACTORS:
         expected: Tensor = getattr(right, name)
         if expected.abs().max() > 1e-30:  # what bf16 holds
             assert relative_error(getattr(found, name).double(), expected) < TOLERANCE, name
@@ -80,7 +100,7 @@ def test_gates_for_all_channels(
     change_operands(monkeypatch, lambda x: {**x, **{n: x[n][..., :1].contiguous() for n in "bw"}})
     right = Exact(replace(NARROW, name="one", strong=strong), torch.bfloat16)
     found = launch(emulate, right)
-    for name in NAMES:
+    for name in FACTORS:
         assert relative_error(getattr(found, name).double(), getattr(right, name)) < TOLERANCE, name
 
 
@@ -107,4 +127,4 @@ def test_later_tokens_move_no_bit(emulate: Emulate, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("width", PROGRAMS)
 def test_shared_memory_is_what_the_kernel_says(emulate: Emulate, width: int) -> None:
     x, _ = exact(MILD if width == 128 else NARROW, torch.bfloat16).operands(CPU)
-    assert emulate(x).shared_memory == shared_memory("intra", width)
+    assert emulate(x).has_said_memory()

@@ -162,7 +162,7 @@ class Literal:
             U=self.U,
             deep=self.deep,
         )
-        detached = (None if t is None else t.detach().contiguous() for t in f)
+        detached = (None if t is None else t.detach().contiguous() for t in f[:-1])
         return self.x._replace(**tensors), Factors(*detached), self.table  # type: ignore[arg-type]
 
     def rows(self, tiles: list[Tensor]) -> Tensor:
