@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,40 +97,74 @@ def test_reverse(compile_scan: Compile, scenario: Scenario) -> None:
         assert error < TOLERANCE, name
 
 
+class Packed:
+    """Random tiles of sequences in one batch, in no order that matters here, and what the scans make of them."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.heads, self.width, generator = 2, 64, torch.Generator().manual_seed(0)
+        self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+        chunks = sum((n + 63) // 64 for n in lengths)
+        self.table = stages.chunk_table(self.cu_seqlens, chunks, 64)
+
+        def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return (0.1 * torch.randn(shape, generator=generator)).to(dtype)
+
+        tile = (chunks, self.heads, 64, self.width)
+        self.tiles = {n: draw(*tile) for n in ("Q_gamma", "K_tail", "A_qk", "Y", "U")}
+        self.tiles["gamma_C"] = draw(chunks, self.heads, self.width, dtype=torch.float32).sigmoid()
+        self.do = draw(sum(lengths), self.heads, self.width)
+        state = (len(lengths), self.heads, self.width, self.width)
+        self.state = draw(*state, dtype=torch.float32)
+
+    def run(self, compile_scan: Compile, kind: str, sequence: int | None = None) -> list[Tensor]:
+        """Of all sequences, or of one alone."""
+        table, tiles, do, state = self.table, self.tiles, self.do, self.state
+        if sequence is not None:
+            begin, end = (int(self.cu_seqlens[sequence + i]) for i in (0, 1))
+            part = slice(int(table.first[sequence]), int(table.first[sequence + 1]))
+            tiles = {n: t[part].contiguous() for n, t in tiles.items()}
+            table = stages.chunk_table(torch.tensor([0, end - begin]), part.stop - part.start, 64)
+            do, state = do[begin:end].contiguous(), state[sequence : sequence + 1].contiguous()
+        names = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "Y")
+        given = [tiles[n] for n in names]
+        states = new(tiles["U"].new_empty(*tiles["U"].shape[:2], self.width, self.width))
+        places = (table.start, table.length, table.first)
+        programs = state.shape[0] * self.heads
+        if kind == "reverse":
+            made = [new(state), states, new(tiles["U"])]
+            kernel = compile_scan("reverse_scan", self.heads, self.width)
+            kernel(programs, [*given, do, state, *made, *places])
+            return made
+        made = [states, new(tiles["U"])] if kind == "states" else [new(do), new(state)]
+        nothing: list[Tensor | None] = [None, None]
+        given.append(tiles["U"])
+        kernel = compile_scan("forward_scan", self.heads, self.width, STATES=int(kind == "states"))
+        both = [*nothing, *made] if kind == "states" else [*made, *nothing]
+        kernel(programs, [*given, state, *both, *places])
+        return made
+
+    def part_of(self, made: Tensor, sequence: int) -> Tensor:
+        """A sequence's part of states, of what chunks have, or of what tokens have."""
+        if made.dtype == self.state.dtype:
+            return made[sequence : sequence + 1]
+        table = self.cu_seqlens if made.shape == self.do.shape else self.table.first
+        return made[int(table[sequence]) : int(table[sequence + 1])]
+
+
 @needs_compiler
 @pytest.mark.parametrize("lengths", [(1, 70, 64), (0, 65, 3)])
-def test_packed_sequences(compile_scan: Compile, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["outputs", "states", "reverse"])
+def test_packed_sequences(compile_scan: Compile, lengths: tuple[int, ...], kind: str) -> None:
     """Each as if it were alone, to the bit; one without tokens keeps its state."""
-    heads, width, generator = 2, 64, torch.Generator().manual_seed(0)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    chunks = sum((n + 63) // 64 for n in lengths)
-    table = stages.chunk_table(cu_seqlens, chunks, 64)
-
-    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return (0.1 * torch.randn(shape, generator=generator)).to(dtype)
-
-    tiles = {n: draw(chunks, heads, 64, width) for n in ("Q_gamma", "K_tail", "Y", "U")}
-    gamma_C = draw(chunks, heads, width, dtype=torch.float32).sigmoid()
-    A_qk = draw(chunks, heads, 64, 64).tril()
-    state = draw(len(lengths), heads, width, width, dtype=torch.float32)
-    for chunk, length in enumerate(table.length.tolist()):
-        for tile in tiles.values():
-            tile[chunk, :, length:] = 0
-    kernel = compile_scan("forward_scan", heads, width, STATES=0)
-    o, final = new(draw(sum(lengths), heads, width)), new(state)
-    factors = [tiles["Q_gamma"], tiles["K_tail"], gamma_C, A_qk, tiles["Y"], tiles["U"]]
-    places = (table.start, table.length, table.first)
-    kernel(len(lengths) * heads, [*factors, state, o, final, None, None, *places])
-    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        part = slice(int(table.first[i]), int(table.first[i + 1]))
-        alone = [t[part].contiguous() for t in factors]
-        own = stages.chunk_table(cu_seqlens[i : i + 2] - begin, part.stop - part.start, 64)
-        y, last = new(o[begin:end]), new(state[i])
-        places = (own.start, own.length, own.first)
-        kernel(heads, [*alone, state[i].contiguous(), y, last, None, None, *places])
-        assert torch.equal(y, o[begin:end]) and torch.equal(last, final[i])
-        if begin == end:
-            assert torch.equal(last, state[i])
+    packed = Packed(lengths)
+    together = packed.run(compile_scan, kind)
+    for sequence, length in enumerate(lengths):
+        alone = packed.run(compile_scan, kind, sequence)
+        for a, b in zip(alone, together, strict=True):
+            assert not a.isnan().any()
+            assert torch.equal(a, packed.part_of(b, sequence))
+            if length == 0 and b.dtype == packed.state.dtype:
+                assert torch.equal(a, packed.state[sequence : sequence + 1])
 
 
 @needs_compiler
