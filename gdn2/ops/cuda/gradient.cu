@@ -45,7 +45,7 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
     const char* deep = a.deep + chunk.index * C;
     for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
         const char* from = static_cast<const char*>(a.A) + 2 * (chunk.index * C * C + 8 * n);
-        copy_async(memory + AT_A + square_at(n / 8, n % 8), from);
+        copy_async(memory + AT_A + block_at(n / 8, n % 8), from);
     }
     for (int n = threadIdx.x; n < C * D / 8; n += THREADS) {
         const int token = n / (D / 4) * 2, four = n % (D / 4);

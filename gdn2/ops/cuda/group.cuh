@@ -79,6 +79,12 @@ DEVICE void copy_many(char* to, const void* from, int bytes, char* signal) {
         :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(signal)) : "memory");
 }
 
+DEVICE void wait_for_signal(char* signal, int parity) {
+    asm volatile(
+        "{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;}"
+        :: "r"(shared_address(signal)), "r"(parity) : "memory");
+}
+
 // The other way: one thread copies what others have published, in series, and waits until all but the last were read.
 DEVICE void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -90,12 +96,6 @@ DEVICE void store_many(void* to, const char* from, int bytes) {
 DEVICE void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int LAST> DEVICE void wait_until_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LAST) : "memory");
-}
-
-DEVICE void wait_for_signal(char* signal, int parity) {
-    asm volatile(
-        "{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;}"
-        :: "r"(shared_address(signal)), "r"(parity) : "memory");
 }
 
 // Announces a thread's own small copies so far.

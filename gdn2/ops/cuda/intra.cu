@@ -17,7 +17,7 @@ DEVICE void store_inverse(char* memory, const Factors& to, i64 chunk) {
         for (int e = 0; e < 8; e++) x[e] = from[e];
         const Pair4 A = packed(x);
         *reinterpret_cast<Pair4*>(static_cast<char*>(to.A) + 2 * (chunk * C * C + 8 * n)) = A;
-        *reinterpret_cast<Pair4*>(memory + AT_A + square_at(row, eight)) = A;
+        *reinterpret_cast<Pair4*>(memory + AT_A + block_at(row, eight)) = A;
     }
 }
 
@@ -62,7 +62,7 @@ DEVICE void times_inverse(const char* memory, const char* tile, void* to, i64 ch
 #pragma unroll
         for (int m = k; m < 4; m++) {
             u32 rows[4];
-            load_matrices(rows, memory + AT_A + square_at(16 * m + (lane & 15), 2 * k + (lane >> 4)));
+            load_matrices(rows, memory + AT_A + block_at(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 float(&x)[4] = found[m][n];

@@ -15,7 +15,7 @@ HOPPER = (9, 0)
 PROGRAMS = {64: 3, 128: 2}  # that share a multiprocessor, as many as its shared memory has room for
 INTRA, GRADIENT = "intra", "gradient"
 PLAIN, FORWARD, REVERSE = "plain_scan", "forward_scan", "reverse_scan"
-ENOUGH = 96  # programs of a scan, which has a multiprocessor for each
+ENOUGH = 96  # programs of `plain_scan`, which has a multiprocessor for each
 Key = tuple[str, torch.device, tuple[tuple[str, int], ...]]
 _kernels: dict[Key, Kernel | None] = {}
 
@@ -120,7 +120,7 @@ def macros(kernel: str, x: Operands) -> dict[str, int]:
 
 
 def value_channels(width: int, rows: int) -> int:
-    """How many a program of a scan has: many read less, few leave no multiprocessor idle."""
+    """How many a program of `plain_scan` has: many read less, few leave no multiprocessor idle."""
     return 64 if rows * width // 64 >= ENOUGH else 32
 
 

@@ -4,7 +4,7 @@
 // each other of a half, 4 (lane / 4) + i, so that sums over tokens are mostly its own; as rows of a product these are
 // 8 i + lane / 4. Which channels it holds differs from kernel to kernel.
 #pragma once
-#include "warp.cuh"
+#include "block.cuh"
 
 constexpr int C = 64, HALF = 32, WARPS = D / 16, THREADS = 32 * WARPS;
 constexpr float LOG2E = 1.4426950408889634f;
@@ -57,9 +57,6 @@ template <int E> DEVICE void sums_until(Tokens<E>& x) {
 #pragma unroll
         for (int e = 0; e < E; e++) x.v[i][e] += each.v[i][e];
 }
-
-// Rows of a square of bf16, 16 bytes of eight rows read at a time.
-DEVICE int square_at(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 DEVICE float over_tokens(float x) {
     x += from_other(x, 4);

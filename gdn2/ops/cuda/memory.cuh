@@ -48,8 +48,8 @@ template <int N> DEVICE void multiply(Tile<N>& to, int m, const u32 (&a)[4], int
 struct Lane {
     int rows, columns, low_rows, low_columns;
     DEVICE explicit Lane(int lane)
-        : rows(square_at(lane & 15, lane >> 4)),
-          columns(square_at((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)),
+        : rows(block_at(lane & 15, lane >> 4)),
+          columns(block_at((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)),
           low_rows(low_at(lane & 15, lane >> 4)),
           low_columns(low_at((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)) {}
     DEVICE void square(u32 (&a)[4], const char* from, int m, int k) const {

@@ -1,4 +1,4 @@
-// What both scans share: tiles of a chunk in shared memory, states as operands, and how results are turned.
+// What `plain_scan.cu` is made of: tiles of a chunk in shared memory, states as operands, how results are turned.
 //
 // A warp owns 16 value channels of the state as S^T [16, D] in registers, as results of products lie there: rounded in
 // pairs it is an operand again, so that a step needs no other warp. Half of the warps carry states; the others follow
@@ -7,7 +7,7 @@
 #include "warp.cuh"
 
 constexpr int C = 64, CARRIERS = VALUES / 16, THREADS = 64 * CARRIERS;
-constexpr int TILE = C * D * 2, SQUARE = C * C * 2, PART = C * VALUES * 2, DECAYS = D * 4;
+constexpr int TILE = C * D * 2, SQUARE = C * C * 2, PART = C * VALUES * 2;
 
 // Byte offsets in a tile with rows of so many bytes: eight rows that are read together lie in different banks.
 template <int BYTES> DEVICE int row_at(int row, int chunk) {
@@ -21,20 +21,6 @@ DEVICE void copy_rows(char* to, const char* from, i64 distance, int known = ROWS
     for (int n = threadIdx.x; n < ROWS * (BYTES / 16); n += THREADS) {
         const int row = n / (BYTES / 16), chunk = n % (BYTES / 16);
         copy_async(to + row_at<BYTES>(row, chunk), from + row * distance + 16 * chunk, row < known);
-    }
-}
-
-DEVICE void copy_tile(char* to, const void* from, i64 chunk) {
-    copy_rows<C, 2 * D>(to, static_cast<const char*>(from) + chunk * TILE, 2 * D);
-}
-
-DEVICE void copy_square(char* to, const void* from, i64 chunk) {
-    copy_rows<C, 2 * C>(to, static_cast<const char*>(from) + chunk * SQUARE, 2 * C);
-}
-
-DEVICE void copy_decays(char* to, const float* from, i64 chunk) {
-    if (threadIdx.x < DECAYS / 16) {
-        copy_async(to + 16 * threadIdx.x, reinterpret_cast<const char*>(from + chunk * D) + 16 * threadIdx.x);
     }
 }
 
@@ -82,13 +68,13 @@ DEVICE void times_rows(Result<N>& to, const Factor<K>& a, const char* tile, int 
         }
 }
 
-// to += a B; of a lower triangle only the columns up to 16 k + 15 meet a's columns 16 k on.
-template <bool LOWER, int BYTES, int N, int K>
+// to += a B.
+template <int BYTES, int N, int K>
 DEVICE void times_columns(Result<N>& to, const Factor<K>& a, const char* tile, int lane) {
 #pragma unroll
     for (int k = 0; k < K / 2; k++)
 #pragma unroll
-        for (int n = 0; n < (LOWER ? k + 1 : N / 2); n++) {
+        for (int n = 0; n < N / 2; n++) {
             u32 b[4];
             load_transposed(b, tile + by_rows<BYTES>(16 * k, 2 * n, lane));
             multiply(to.v[2 * n], a.v[k], b[0], b[1]);
@@ -106,16 +92,6 @@ DEVICE Factor<C / 8> turned(const char* part, int carrier, int lane) {
         to.v[k] = {x[0], x[1], x[2], x[3]};
     }
     return to;
-}
-
-// S^T times a decay for each column.
-DEVICE void decay(Result<D / 8>& S, const char* decays, int lane) {
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-        const Float2 by = *reinterpret_cast<const Float2*>(decays + 4 * (8 * n + 2 * (lane & 3)));
-#pragma unroll
-        for (int e = 0; e < 4; e++) S.v[n][e] *= by.v[e & 1];
-    }
 }
 
 // S^T from and to [D, D] in fp32, beginning at the warp's first value channel.
@@ -149,7 +125,7 @@ template <int N> DEVICE Factor<N> find(const char* at, int lane) {
     for (int n = 0; n < N / 2; n++) to.v[n] = reinterpret_cast<const Pair4*>(at)[32 * n + lane];
     return to;
 }
-constexpr int STATE = D / 16 * 512, ROWS = C / 16 * 512;  // bytes that states and rows of a chunk take so
+constexpr int STATE = D / 16 * 512;  // bytes that a state takes so
 
 // Turn a warp's channels of N columns back and store them as rows of 16, the given number of bytes apart, of which so
 // many count; through the warp's own part of shared memory.

@@ -65,7 +65,7 @@ DEVICE void carry(Result<D / 8>& S, const char* chunk, char* left, int carrier, 
         V.v[k] = {scaled(V.v[k].x, by[0][0], by[0][1]), scaled(V.v[k].y, by[0][0], by[0][1]),
                   scaled(V.v[k].z, by[1][0], by[1][1]), scaled(V.v[k].w, by[1][0], by[1][1])};
     }
-    times_columns<false, 2 * D>(S, V, chunk + AT_K, lane);
+    times_columns<2 * D>(S, V, chunk + AT_K, lane);
 }
 
 // 16 rows of scores: what each token reads of those up to it, with their write gates.

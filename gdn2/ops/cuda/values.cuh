@@ -75,7 +75,7 @@ DEVICE void store_scores(
                 if (leave || key + 4 >= token) b = 0.0f;
             }
             const u32 pair = pack(a, b);
-            *reinterpret_cast<u32*>(high + square_at(row, column >> 3) + 2 * (column & 7)) = pair;
+            *reinterpret_cast<u32*>(high + block_at(row, column >> 3) + 2 * (column & 7)) = pair;
             if (inside) {
                 const int within = column & (HALF - 1);
                 *reinterpret_cast<u32*>(low + low_at(row, within >> 3) + 2 * (within & 7)) =
