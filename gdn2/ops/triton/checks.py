@@ -31,6 +31,7 @@ from gdn2.ops.selfcheck import (
 from gdn2.ops.triton import scans, stages
 from gdn2.ops.triton.companions import (
     Pairs,
+    check_adamw,
     check_conv,
     check_cross_entropy,
     check_delta_inputs,
@@ -291,6 +292,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "swiglu": check_swiglu,
     "matvec": check_matvec,
     "cross_entropy": check_cross_entropy,
+    "adamw": check_adamw,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,
     PLAIN: check_plain_scan,

@@ -14,6 +14,8 @@ from gdn2.ops.norm_op import normalize
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
 from gdn2.ops.triton import norm
+from gdn2.ops.triton.adamw import BLOCK as ADAMW_BLOCK
+from gdn2.ops.triton.adamw import adamw
 from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
 from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.matvec import matvec
@@ -27,6 +29,8 @@ LENGTHS = (1, 2, 67)
 CHANNELS, HEAD = 256, 128
 MODEL = 2304
 RMS_EPS = 1e-5
+ADAMW: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SCALE = 3.0  # of gradients
 STEP = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(HEAD, HEAD))
 
 
@@ -215,6 +219,37 @@ def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:
     expected = torch.nn.functional.cross_entropy(right, targets, reduction="none")
     (d_right,) = torch.autograd.grad(expected.sum(), right)
     return {"losses": (losses, expected.detach()), "d_logits": (d_logits, d_right)}
+
+
+def check_adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """A step of tensors with step counts of their own, and one that is not taken."""
+    kinds, sizes = ("p", "g", "m", "v"), (3, ADAMW_BLOCK, ADAMW_BLOCK + 5)
+    rows = [draw(dict.fromkeys(kinds, (size,)), dtype) for size in sizes]
+    for i, row in enumerate(rows):
+        row |= {"v": row["v"].square(), "step": torch.tensor(10.0 * i)}
+    found: Pairs = {}
+    for name, skip in (("", 0.0), (", not taken", 1.0)):
+        given = [{n: x.to(device, copy=True) for n, x in row.items()} for row in rows]
+        columns = [[row[n] for row in given] for n in (*kinds, "step")]
+        scale, found_inf = (torch.tensor(x, device=device) for x in (SCALE, skip))
+        adamw(*columns, **ADAMW, grad_scale=scale, found_inf=found_inf)
+        right = rows if skip else [adamw_step(**row) for row in rows]
+        for i, (row, expected) in enumerate(zip(given, right, strict=True)):
+            found |= {
+                f"{n}, {sizes[i]}{name}": (row[n], expected[n]) for n in ("p", "m", "v", "step")
+            }
+    return found
+
+
+def adamw_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> dict[str, Tensor]:
+    """The same by torch's optimiser in fp64."""
+    p = p.double().requires_grad_()
+    p.grad = g.double() / SCALE
+    optimiser = torch.optim.AdamW([p], **ADAMW, foreach=False)
+    state = {"exp_avg": m.double(), "exp_avg_sq": v.double(), "step": step.clone()}
+    optimiser.state[p] = state
+    optimiser.step()
+    return {"p": p.detach(), "m": state["exp_avg"], "v": state["exp_avg_sq"], "step": state["step"]}
 
 
 def draw(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
