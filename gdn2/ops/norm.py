@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as _rms_norm
 from torch.nn.functional import silu
 
-from gdn2.ops.norm_op import kernels_take, normalize
+from gdn2.ops.norm_op import add_normalize, kernels_take, normalize
 from gdn2.ops.packing import FLOATS, check_operand
 
 GateActivation = Literal["silu", "sigmoid"]
@@ -29,17 +29,22 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x + delta and its norm; without gradients one kernel makes both."""
-    alike = x.shape == delta.shape and x.dtype == delta.dtype
-    if alike and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    """Return x + delta and its norm; one kernel makes both, and another the gradients of both."""
+    if x.shape == delta.shape and x.dtype == delta.dtype:
         _check(x, weight, eps)
         if kernels_take(x, delta, weight):
-            from gdn2.ops.triton import norm  # noqa: PLC0415 (optional dependency)
-
-            with torch.cuda.device_of(x):
-                return norm.add(x, delta, weight, eps)
+            return _add_by_kernel(x, delta, weight, eps)
     total = x + delta
     return total, rms_norm(total, weight, eps)
+
+
+def _add_by_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return add_normalize(x, delta, weight, eps)[:2]
+    from gdn2.ops.triton import norm  # noqa: PLC0415 (optional dependency)
+
+    with torch.cuda.device_of(x):  # an operator would take longer to call than the kernel to run
+        return norm.add(x, delta, weight, eps)[:2]
 
 
 def gated_rms_norm(

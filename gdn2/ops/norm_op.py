@@ -76,6 +76,62 @@ def _(
     return dx, d_gate, d_weight
 
 
+@torch.library.custom_op("gdn2::add_rms_norm", mutates_args=())
+def add_normalize(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum x + delta, its norm, and the reciprocal of each row's root."""
+    from gdn2.ops.triton import norm  # noqa: PLC0415 (optional dependency)
+
+    with torch.cuda.device_of(x):
+        return norm.add(x, delta, weight, eps)
+
+
+@add_normalize.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=dtype)
+    return x.new_empty(x.shape), x.new_empty(x.shape), rstd
+
+
+@torch.library.custom_op("gdn2::add_rms_norm_backward", mutates_args=())
+def add_normalize_backward(
+    dy: Tensor, passed: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the sum, with what it gets where it is passed on, and of the weight."""
+    from gdn2.ops.triton import norm  # noqa: PLC0415 (optional dependency)
+
+    with torch.cuda.device_of(total):
+        dx, _, d_weight = norm.backward(dy, total, None, weight, rstd, False, False, passed)
+    assert d_weight is not None
+    return dx, d_weight
+
+
+@add_normalize_backward.register_fake
+def _(
+    dy: Tensor, passed: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    return total.new_empty(total.shape), weight.new_empty(weight.shape)
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    total, _, rstd = output
+    ctx.save_for_backward(total, inputs[2], rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_sum(
+    ctx: Any, passed: Tensor | None, dy: Tensor | None, _d_rstd: None
+) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return passed, passed, None, None
+    d_total, d_weight = add_normalize_backward(dy, passed, *ctx.saved_tensors)
+    return d_total, d_total, d_weight, None
+
+
+add_normalize.register_autograd(_backward_of_sum, setup_context=_save_sum)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, _eps, silu, gate_first = inputs
     ctx.save_for_backward(*tensors, output[1])

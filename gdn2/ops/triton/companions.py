@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softplus
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.conv_op import convolve, convolve_step
 from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
-from gdn2.ops.norm_op import normalize
+from gdn2.ops.norm_op import add_normalize_backward, normalize
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
 from gdn2.ops.triton import norm
@@ -145,13 +145,21 @@ def check_norm(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_sum(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """The norm of a sum; the sum is rounded before it."""
-    x, delta, weight = draw(
-        {"x": (5, MODEL), "delta": (5, MODEL), "weight": (MODEL,)}, dtype
-    ).values()
-    total, y = norm.add(x.to(device), delta.to(device), weight.to(device), RMS_EPS)
-    right = (x + delta).double()
-    return {"sum": (total, right), "norm of a sum": (y, rms_norm(right, weight.double(), RMS_EPS))}
+    """The norm of a sum, which is rounded before it, and the gradients of both."""
+    wide = dict.fromkeys(("x", "delta", "dy", "passed"), (5, MODEL))
+    x, delta, dy, passed, weight = draw(wide | {"weight": (MODEL,)}, dtype).values()
+    total, y, rstd = norm.add(x.to(device), delta.to(device), weight.to(device), RMS_EPS)
+    given = (dy.to(device), passed.to(device), total, weight.to(device), rstd)
+    d_sum, d_weight = add_normalize_backward(*given)
+    leaves = (x + delta).double().requires_grad_(), weight.double().requires_grad_()
+    right = rms_norm(*leaves, RMS_EPS)
+    grads = torch.autograd.grad(right, leaves, dy.double())
+    return {
+        "sum": (total, leaves[0].detach()),
+        "norm of a sum": (y, right.detach()),
+        "d sum": (d_sum, grads[0] + passed),
+        "d weight of a sum": (d_weight, grads[1]),
+    }
 
 
 def check_delta_inputs(device: torch.device, dtype: torch.dtype) -> Pairs:

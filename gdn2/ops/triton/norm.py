@@ -89,14 +89,15 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["count", "tiles"])
 def rms_norm_gradient_kernel(
-    dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr, partial_ptr,
-    count, tiles, dy_stride, x_stride, gate_stride,
+    dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, passed_ptr, dx_ptr, d_gate_ptr, partial_ptr,
+    count, tiles, dy_stride, x_stride, gate_stride, passed_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and gate for `tiles` tiles of rows, and of the weight summed over them.
 
-    With n = h / root for the normalised h, which is x or x ⊙ gain, dh = (dn − n mean(dn ⊙ n)) / root.
+    With n = h / root for the normalised h, which is x or x ⊙ gain, dh = (dn − n mean(dn ⊙ n)) / root. What x gets where
+    it is passed on beside its norm is added to its gradient.
     """
     cols = tl.arange(0, COLS)
     known = cols < WIDTH
@@ -129,6 +130,8 @@ def rms_norm_gradient_kernel(
             elif weight_ptr is not None:
                 d_gain *= weight
             store_tile(d_gate_ptr, d_gain * slope, rows, cols, inside, WIDTH)
+        if passed_ptr is not None:
+            dx += load_tile(passed_ptr, rows, cols, inside, passed_stride, ACC)
         store_tile(dx_ptr, dx, rows, cols, inside, WIDTH)
     if weight_ptr is not None:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + cols, sums, mask=known)
@@ -165,18 +168,19 @@ def forward(
     return y, rstd
 
 
-def add(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum x + delta, and its norm."""
+def add(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum x + delta, its norm, and the reciprocal of each row's root."""
     how = tile(x, small=x.numel() <= SMALL)
     rows, deltas = matrix(x), matrix(delta)
     total, y = x.new_empty(x.shape), x.new_empty(x.shape)
+    rstd = x.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     over(rms_norm_kernel, triton.cdiv(rows.shape[0], how["ROWS"]))(
-        rows, deltas, None, weight.contiguous(), total, y, None,
+        rows, deltas, None, weight.contiguous(), total, y, rstd,
         rows.shape[0], rows.stride(0), deltas.stride(0), 0, eps,
         **how, SILU=False, GATE_FIRST=False, num_warps=warps(how),
         **overlapping(x.device),
     )  # fmt: skip
-    return total, y
+    return total, y, rstd
 
 
 def backward(
@@ -187,10 +191,12 @@ def backward(
     rstd: Tensor,
     silu: bool,
     gate_first: bool,
+    passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, gate and weight."""
+    """Gradients of x, gate and weight; `passed` is what x gets from elsewhere, which its own includes then."""
     how = tile(x)
-    dys, rows, gates = matrix(dy), matrix(x), None if gate is None else matrix(gate)
+    dys, rows = matrix(dy), matrix(x)
+    gates, others = (None if t is None else matrix(t) for t in (gate, passed))
     dx = x.new_empty(x.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     row_tiles = triton.cdiv(rows.shape[0], how["ROWS"])
@@ -198,8 +204,9 @@ def backward(
     programs = triton.cdiv(row_tiles, tiles)
     partial = None if weight is None else rstd.new_empty(programs, x.shape[-1])
     over(rms_norm_gradient_kernel, programs)(
-        dys, rows, gates, None if weight is None else weight.contiguous(), rstd, dx, d_gate, partial,
-        rows.shape[0], tiles, dys.stride(0), rows.stride(0), 0 if gates is None else gates.stride(0),
+        dys, rows, gates, None if weight is None else weight.contiguous(), rstd, others, dx,
+        d_gate, partial, rows.shape[0], tiles, dys.stride(0), rows.stride(0),
+        *(0 if t is None else t.stride(0) for t in (gates, others)),
         **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how),
     )  # fmt: skip
     return dx, d_gate, None if partial is None else partial.sum(0).to(weight.dtype)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gdn2.ops import norm
-from gdn2.ops.norm import GateActivation, gated_rms_norm, rms_norm
-from gdn2.ops.norm_op import normalize
+from gdn2.ops.norm import GateActivation, add_rms_norm, gated_rms_norm, rms_norm
+from gdn2.ops.norm_op import add_normalize, normalize
 from gdn2.ops.triton import norm as kernels
 from tests.closeness import assert_close
 
@@ -203,3 +203,45 @@ def test_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "kernels_take", lambda *_: False)
     for a, b in zip(actual, torch.autograd.grad(loss(*operands), operands), strict=True):
         assert_close("gradient", a, b, EXACT)
+
+
+def run_sum(operands: list[Tensor], used: str, kernel: bool = True) -> list[Tensor]:
+    """A sum and its norm, and the gradients of what was added and of the weight where both are used, or one."""
+    x, delta, weight = (t.detach().requires_grad_() for t in operands[:3])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(norm, "kernels_take", lambda *_: kernel)
+        found = dict(zip(("sum", "norm"), add_rms_norm(x, delta, weight, 0.1), strict=True))
+    uses = {"both": ("sum", "norm")}.get(used, (used,))
+    weights = dict(zip(("sum", "norm"), operands[3:], strict=True))
+    leaves = [x, delta, weight] if used != "sum" else [x, delta]
+    grads = torch.autograd.grad([found[n] for n in uses], leaves, [weights[n] for n in uses])
+    return [*(t.detach() for t in found.values()), *grads]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("used", ["both", "sum", "norm"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 63), (9, 128), (0, 3)], ids=str)
+def test_a_sum_and_its_norm(shape: tuple[int, ...], used: str) -> None:
+    """What a sum gets where it is passed on is added to what its norm gives it."""
+    sizes = (shape, shape, shape[-1:], shape, shape)
+    drawn = [make(*size, seed=i) for i, size in enumerate(sizes)]
+    compare(run_sum(drawn, used), run_sum(drawn, used, kernel=False), EXACT)
+
+
+def test_what_is_passed_on_may_be_strided() -> None:
+    drawn = [make(6, 20, seed=i) if i != 2 else make(20) for i in range(5)]
+    views = [*drawn[:3], *(torch.stack([t, t], -1)[..., 0] for t in drawn[3:])]
+    compare(run_sum(views, "both"), run_sum(drawn, "both"), 1e-300)
+
+
+def test_sums_are_differentiated_when_compiled() -> None:
+    drawn = [make(6, 20, seed=i) if i != 2 else make(20) for i in range(5)]
+    leaves = [t.detach().requires_grad_() for t in drawn[:3]]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total, y, _ = add_normalize(x, delta, weight, 0.1)
+        return total, y
+
+    grads = torch.autograd.grad(compiled(*leaves), leaves, drawn[3:])
+    compare(list(grads), run_sum(drawn, "both", kernel=False)[2:], EXACT)
