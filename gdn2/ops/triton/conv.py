@@ -1,7 +1,8 @@
 """The short convolution with its activation and L2 normalisation as kernels (`gdn2.ops.conv`).
 
 A program holds a tile [rows, cols] of tokens and channels, the channels of one head where heads are normalised. Tokens
-count through the whole batch, and each finds its own sequence, so that no table is made and nothing is read back.
+count through the whole batch, and each finds its own sequence, so that no table is made and nothing is read back. The
+gradient has segments of a sequence for rows, and walks them; they find their sequence in the same way.
 """
 
 import triton
@@ -9,23 +10,47 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(cu_ptr, tokens, length, count, steps):
-    """Sequence of each token, its first token and its end: the last of `count` offsets not beyond the token.
+def last_begun(cu_ptr, at, count, steps, SEGMENT: tl.constexpr):
+    """Which of `count` sequences is the last to begin at or before a token, or a segment if tokens come in such.
 
-    An empty sequence ends where it starts and is passed over.
+    The first segment of sequence n has the number cu[n] // SEGMENT + n: before it lie at most so many whole segments,
+    and one part of a segment for each sequence. Some numbers are left over and their segments empty, but it takes no
+    table to find them.
     """
+    low = tl.zeros_like(at)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        first = tl.load(cu_ptr + middle)
+        if SEGMENT > 0:
+            first = first // SEGMENT + middle
+        low = tl.where(first <= at, middle, low)
+        high = tl.where(first <= at, high, middle)
+    return low
+
+
+@triton.jit
+def locate(cu_ptr, tokens, length, count, steps):
+    """Sequence of each token and its first token. An empty sequence ends where it starts and is passed over."""
+    found = last_begun(cu_ptr, tokens, count, steps, 0) if cu_ptr is not None else tokens // length
+    start, _ = bounds(cu_ptr, found, length)
+    return found, start
+
+
+@triton.jit
+def locate_segment(cu_ptr, segments, length, count, steps, SEGMENT: tl.constexpr):
+    """Sequence of each segment, its first token, the segment's place in it, and the tokens from there to its end."""
     if cu_ptr is not None:
-        low = tl.zeros_like(tokens)
-        high = low + count
-        for _ in range(steps):
-            middle = (low + high) // 2
-            begun = tl.load(cu_ptr + middle) <= tokens
-            low = tl.where(begun, middle, low)
-            high = tl.where(begun, high, middle)
+        sequence = last_begun(cu_ptr, segments, count, steps, SEGMENT)
+        start, end = bounds(cu_ptr, sequence, length)
+        place = (segments - start // SEGMENT - sequence) * SEGMENT
     else:
-        low = tokens // length
-    start, end = bounds(cu_ptr, low, length)
-    return low, start, end
+        each = tl.cdiv(length, SEGMENT)
+        sequence = segments // each
+        start, end = bounds(cu_ptr, sequence, length)
+        place = (segments % each) * SEGMENT
+    left = tl.where(sequence < count, end - start - place, -SEGMENT)
+    return sequence, start, place, left
 
 
 @triton.jit
@@ -65,39 +90,10 @@ def past_input(
 
 
 @triton.jit
-def window(
-    x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Inputs of the rows `at` and of up to three tokens before, zero beyond the taps."""
-    x_0 = past_input(
-        x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride, 0,
-        CHANNELS, TAPS, ACC,
-    )  # fmt: skip
-    x_1, x_2, x_3 = tl.zeros_like(x_0), tl.zeros_like(x_0), tl.zeros_like(x_0)
-    if TAPS > 1:
-        x_1 = past_input(
-            x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride, 1,
-            CHANNELS, TAPS, ACC,
-        )  # fmt: skip
-    if TAPS > 2:
-        x_2 = past_input(
-            x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride, 2,
-            CHANNELS, TAPS, ACC,
-        )  # fmt: skip
-    if TAPS > 3:
-        x_3 = past_input(
-            x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride, 3,
-            CHANNELS, TAPS, ACC,
-        )  # fmt: skip
-    return x_0, x_1, x_2, x_3
-
-
-@triton.jit
 def load_tap(weight_ptr, channels, known, LAG: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr):
-    """The tap [1, cols] that meets the input of LAG tokens ago, zero beyond the taps."""
+    """The tap [1, cols] that meets the input of LAG tokens ago."""
     place = weight_ptr + channels * TAPS + (TAPS - 1 - LAG)
-    return tl.load(place, mask=known & (LAG < TAPS), other=0.0).to(ACC)[None, :]
+    return tl.load(place, mask=known, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
@@ -118,9 +114,16 @@ def sum_taps(
 
 
 @triton.jit
+def sigmoid(z):
+    """1 / (1 + e⁻ᶻ) as a squared root: both functions are one instruction each, a quotient is six."""
+    root = tl.rsqrt(1 + tl.exp2(z * -1.4426950408889634))  # log2(e)
+    return root * root
+
+
+@triton.jit
 def finish(z, eps, SILU: tl.constexpr, L2: tl.constexpr):
     """The output of a tile of sums: activation, then each row divided by sqrt(Σ² + eps)."""
-    a = z * tl.sigmoid(z) if SILU else z
+    a = z * sigmoid(z) if SILU else z
     if L2:
         a *= tl.rsqrt(tl.sum(a * a, 1) + eps)[:, None]
     return a
@@ -128,14 +131,56 @@ def finish(z, eps, SILU: tl.constexpr, L2: tl.constexpr):
 
 @triton.jit
 def finish_gradient(dy, z, eps, SILU: tl.constexpr, L2: tl.constexpr):
-    """Gradient of the sums from that of the output; for y = a r it is r (dy − y (dy · y)) before the activation."""
-    s = tl.sigmoid(z)
+    """Gradient of the sums from that of the output; for y = a r it is r dy − a r³ (dy · a) before the activation."""
+    s = sigmoid(z)
+    a = z * s if SILU else z
     if L2:
-        a = z * s if SILU else z
-        r = tl.rsqrt(tl.sum(a * a, 1) + eps)[:, None]
-        y = a * r
-        dy = r * (dy - y * tl.sum(dy * y, 1)[:, None])
-    return dy * s * (1 + z * (1 - s)) if SILU else dy
+        r = tl.rsqrt(tl.sum(a * a, 1) + eps)
+        back = tl.sum(dy * a, 1) * r * r * r
+        dy = r[:, None] * dy - back[:, None] * a
+    return dy * (s + a * (1 - s)) if SILU else dy
+
+
+@triton.jit
+def add_scaled(sums, scale, terms, COUNT: tl.constexpr):
+    """Each of COUNT sums and scale ⊙ its term."""
+    more = ()
+    for i in tl.static_range(COUNT):
+        more += (sums[i] + scale * terms[i],)
+    return more
+
+
+@triton.jit
+def segment_input(x_ptr, token, place, left, token_stride, ACC: tl.constexpr):
+    """Inputs so many tokens after the first of each segment, to which x_ptr points; zero beyond the sequence."""
+    inside = (token < left) & (place + token >= 0)
+    return tl.load(x_ptr + token * token_stride, mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def step_back(
+    inputs, grads, taps, bias, x_ptr, dy_ptr, state_ptr, token, place, left, token_stride, eps,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, L2: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Inputs of a token's window, latest first, what their gradients are so far, and the gradient of its sum.
+
+    Inputs and gradients come without those of the oldest, which is loaded: from the state if it precedes the sequence.
+    Beyond the end of a sequence gradients of outputs are zero, so that nothing is sent from there.
+    """
+    oldest = segment_input(x_ptr, token - (TAPS - 1), place, left, token_stride, ACC)
+    if state_ptr is not None and token < TAPS - 1:
+        slot = place + token
+        before = (slot < TAPS - 1) & (left > 0)
+        oldest += tl.load(state_ptr + slot, mask=before, other=0.0).to(ACC)
+    inputs += (oldest,)
+    z = bias
+    for i in tl.static_range(TAPS):
+        z += taps[i] * inputs[i]
+    dy = tl.load(dy_ptr + token * CHANNELS, mask=token < left, other=0.0).to(ACC)
+    dz = finish_gradient(dy, z, eps, SILU, L2)
+    grads += (tl.zeros_like(dz),)
+    return inputs, add_scaled(grads, dz, taps, TAPS), dz
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "count", "steps"])
@@ -153,7 +198,7 @@ def convolve_kernel(
     channels = (tl.program_id(0) % blocks) * WIDTH + cols
     known = (cols < WIDTH) & (channels < CHANNELS)
     inside = (rows < tokens)[:, None] & known[None, :]
-    sequence, start, _ = locate(cu_ptr, rows, length, count, steps)
+    sequence, start = locate(cu_ptr, rows, length, count, steps)
     at = row_offsets(cu_ptr, rows, sequence, start, batch_stride, token_stride)
     z = sum_taps(
         x_ptr, weight_ptr, bias_ptr, state_ptr, at, rows - start, sequence, channels, known, inside,
@@ -163,78 +208,91 @@ def convolve_kernel(
     tl.store(place, finish(z, eps, SILU, L2).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "length", "count", "steps"])
+@triton.jit(do_not_specialize=["length", "count", "steps"])
 def convolve_gradient_kernel(
     dy_ptr, d_final_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, cu_ptr, dx_ptr, partial_ptr,
-    tokens, length, count, steps, batch_stride, token_stride, eps,
+    length, count, steps, batch_stride, token_stride, eps,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr,
-    SILU: tl.constexpr, L2: tl.constexpr, ACC: tl.constexpr,
+    UNROLL: tl.constexpr, SILU: tl.constexpr, L2: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x for ROWS segments of tokens, and of taps and bias summed over them, for WIDTH channels.
 
-    Each row of the tile walks its segment from the end, so that every sum is computed once: what it sends to earlier
-    inputs waits in registers. Before its own tokens it walks the TAPS − 1 tokens after them, which send to them too.
-    Grid: groups of segments × channel blocks. Partial sums are [groups, TAPS + 1, CHANNELS], the bias last.
+    Each row of the tile walks its segment from the end. The window of TAPS inputs and their gradients so far move along
+    in registers: a step loads the oldest input and stores the gradient of the latest. Before its own tokens a row walks
+    the TAPS − 1 tokens after them, which send to them too. UNROLL steps, no fewer than a value stays in the window, are
+    one round of the loop: only what rounds hand on to the very next keeps Triton's loads ahead of their use.
+    Grid: groups of segments × channel blocks. Partial sums are [groups, TAPS (+ 1), CHANNELS], that of the bias last.
     """
+    PAST: tl.constexpr = TAPS - 1
+    tl.static_assert((SEGMENT % UNROLL == 0) & (UNROLL >= PAST))
     blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     group = tl.program_id(0) // blocks
-    first = (group * ROWS + tl.arange(0, ROWS)) * SEGMENT
     cols = tl.arange(0, COLS)
     channels = (tl.program_id(0) % blocks) * WIDTH + cols
     known = (cols < WIDTH) & (channels < CHANNELS)
-    tap_0 = load_tap(weight_ptr, channels, known, 0, TAPS, ACC)
-    tap_1 = load_tap(weight_ptr, channels, known, 1, TAPS, ACC)
-    tap_2 = load_tap(weight_ptr, channels, known, 2, TAPS, ACC)
-    tap_3 = load_tap(weight_ptr, channels, known, 3, TAPS, ACC)
+    segments = group * ROWS + tl.arange(0, ROWS)
+    sequence, start, place, left = locate_segment(cu_ptr, segments, length, count, steps, SEGMENT)
+    longest = tl.minimum(tl.max(left, 0), SEGMENT)
+    rounds = tl.maximum(tl.cdiv(longest, UNROLL), 0)
+
+    at = row_offsets(cu_ptr, start + place, sequence, start, batch_stride, token_stride)
+    x_ptr += at[:, None] + channels[None, :]
+    packed = (start + place).to(tl.int64)[:, None] * CHANNELS + channels[None, :]
+    dy_ptr += packed
+    dx_ptr += packed
+    state = sequence.to(tl.int64)[:, None] * (CHANNELS * PAST) + channels[None, :] * PAST
+    if state_ptr is not None:
+        state_ptr += state
+    if d_final_ptr is not None:
+        d_final_ptr += state
+    # Spread over the tile here: the loop would pass each mask of rows from thread to thread.
+    place = tl.broadcast_to(place[:, None], (ROWS, COLS))
+    left = tl.where(known[None, :], left[:, None], -SEGMENT)
+
     none = tl.zeros((ROWS, COLS), ACC)
-    sum_0, sum_1, sum_2, sum_3, sum_bias = none, none, none, none, none
-    sent_1, sent_2, sent_3 = none, none, none  # to the inputs one, two and three tokens ago
+    bias, sum_bias = none, none
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + channels, mask=known, other=0.0).to(ACC)[None, :]
+    taps, sums, inputs, grads = (), (), (), ()  # by the tokens between input and sum
+    for i in tl.static_range(TAPS):
+        taps += (load_tap(weight_ptr, channels, known, i, TAPS, ACC),)
+        sums += (none,)
+    for i in tl.static_range(PAST):
+        token = rounds * UNROLL + PAST - 1 - i
+        inputs += (segment_input(x_ptr, token, place, left, token_stride, ACC),)
+        grads += (none,)
 
-    for i in tl.range(SEGMENT + TAPS - 1, num_stages=STAGES):
-        ahead = SEGMENT + TAPS - 2 - i
-        rows = first + ahead
-        inside = (rows < tokens)[:, None] & known[None, :]
-        sequence, start, end = locate(cu_ptr, rows, length, count, steps)
-        at = row_offsets(cu_ptr, rows, sequence, start, batch_stride, token_stride)
-        position = rows - start
-        x_0, x_1, x_2, x_3 = window(
-            x_ptr, state_ptr, at, position, sequence, channels, inside, token_stride,
-            CHANNELS, TAPS, ACC,
+    for i in tl.static_range(PAST):
+        token = rounds * UNROLL + PAST - 1 - i
+        inputs, grads, dz = step_back(
+            inputs, grads, taps, bias, x_ptr, dy_ptr, state_ptr, token, place, left, token_stride,
+            eps, CHANNELS, TAPS, SILU, L2, ACC,
         )  # fmt: skip
-        z = tap_0 * x_0 + tap_1 * x_1 + tap_2 * x_2 + tap_3 * x_3
-        if bias_ptr is not None:
-            z += tl.load(bias_ptr + channels, mask=known, other=0.0).to(ACC)[None, :]
-        packed = rows.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
-        dy = tl.load(dy_ptr + packed, mask=inside, other=0.0).to(ACC)
-        dz = finish_gradient(dy, z, eps, SILU, L2)
-
-        dx = sent_1 + tap_0 * dz
-        sent_1 = sent_2 + tl.where((position >= 1)[:, None], tap_1 * dz, 0.0)
-        sent_2 = sent_3 + tl.where((position >= 2)[:, None], tap_2 * dz, 0.0)
-        sent_3 = tl.where((position >= 3)[:, None], tap_3 * dz, 0.0)
-        if ahead < SEGMENT:
-            sum_0 += dz * x_0
-            sum_1 += dz * x_1
-            sum_2 += dz * x_2
-            sum_3 += dz * x_3
-            sum_bias += dz
+        inputs, grads = inputs[1:], grads[1:]
+    for i in tl.range(rounds, num_stages=STAGES):
+        for j in tl.static_range(UNROLL):
+            token = (rounds - i) * UNROLL - 1 - j
+            inputs, grads, dz = step_back(
+                inputs, grads, taps, bias, x_ptr, dy_ptr, state_ptr, token, place, left, token_stride,
+                eps, CHANNELS, TAPS, SILU, L2, ACC,
+            )  # fmt: skip
+            sums = add_scaled(sums, dz, inputs, TAPS)
+            if bias_ptr is not None:
+                sum_bias += dz
+            dx = grads[0]
             if d_final_ptr is not None:
-                i_state = rows - end + (TAPS - 1)  # where the last tokens lie in the final state
-                slot = sequence.to(tl.int64) * (CHANNELS * (TAPS - 1)) + i_state
-                place = d_final_ptr + slot[:, None] + channels[None, :] * (TAPS - 1)
-                dx += tl.load(place, mask=inside & (i_state >= 0)[:, None], other=0.0).to(ACC)
-            tl.store(dx_ptr + packed, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+                slot = token - left + PAST  # where the last tokens lie in the final state
+                last = (token < left) & (slot >= 0)
+                dx += tl.load(d_final_ptr + slot, mask=last, other=0.0).to(ACC)
+            tl.store(dx_ptr + token * CHANNELS, dx.to(dx_ptr.dtype.element_ty), mask=token < left)
+            inputs, grads = inputs[1:], grads[1:]
 
-    partial_ptr += group.to(tl.int64) * ((TAPS + 1) * CHANNELS) + channels
-    tl.store(partial_ptr + TAPS * CHANNELS, tl.sum(sum_bias, 0), mask=known)
-    tl.store(partial_ptr + (TAPS - 1) * CHANNELS, tl.sum(sum_0, 0), mask=known)
-    if TAPS > 1:
-        tl.store(partial_ptr + (TAPS - 2) * CHANNELS, tl.sum(sum_1, 0), mask=known)
-    if TAPS > 2:
-        tl.store(partial_ptr + (TAPS - 3) * CHANNELS, tl.sum(sum_2, 0), mask=known)
-    if TAPS > 3:
-        tl.store(partial_ptr, tl.sum(sum_3, 0), mask=known)
+    partial_ptr += group.to(tl.int64) * ((TAPS + (bias_ptr is not None)) * CHANNELS) + channels
+    for i in tl.static_range(TAPS):
+        tl.store(partial_ptr + (PAST - i) * CHANNELS, tl.sum(sums[i], 0), mask=known)
+    if bias_ptr is not None:
+        tl.store(partial_ptr + TAPS * CHANNELS, tl.sum(sum_bias, 0), mask=known)
 
 
 @triton.jit(do_not_specialize=["length"])

@@ -21,10 +21,13 @@ TILE = 4096
 BLOCK = 128
 MOST_ROWS = 64
 WARPS = 4
-# Elements of a tile of the backward, tokens that each of its rows walks, and stages of its loads.
+# Of the backward: elements of a tile, 8 a thread make loads of 16 bytes; tokens that each of its rows walks, and how
+# many in a round of its loop, which divides them; stages of its loads.
 BACKWARD_TILE = 512
+BACKWARD_WARPS = 2
 SEGMENT = 64
-STAGES = 3
+UNROLL = 4
+STAGES = 2
 
 
 class Inputs(NamedTuple):
@@ -60,6 +63,12 @@ class Inputs(NamedTuple):
         """Tokens in all, tokens of a dense sequence, sequences, and steps of the search among them."""
         batch, length, _ = self.x.shape
         return batch * length, length, self.sequences, self.sequences.bit_length()
+
+    def segments(self, size: int) -> int:
+        """Segments of so many tokens that cover every sequence; of packed ones the host knows only the sum."""
+        batch, length, _ = self.x.shape
+        packed = self.cu_seqlens is not None
+        return length // size + self.sequences if packed else batch * triton.cdiv(length, size)
 
     def taps(self) -> dict[str, Any]:
         """Sizes that every kernel is compiled for, and the dtype of its sums."""
@@ -101,21 +110,23 @@ def forward(given: Inputs, silu: bool, l2_width: int | None, eps: float) -> Tens
 
 def backward(
     given: Inputs, dy: Tensor, d_final: Tensor | None, silu: bool, l2_width: int | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and weight, and of the bias whether or not there is one, unrounded."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x and weight, and of the bias, unrounded."""
     dx = given.x.new_empty(given.x.shape)
     how = given.tile(silu, l2_width)
     channels, taps = given.weight.shape
     rows = min(MOST_ROWS, max(1, BACKWARD_TILE // how["COLS"]))
-    groups = triton.cdiv(given.sizes[0], rows * SEGMENT)
+    warps = BACKWARD_WARPS * max(1, how["COLS"] // BACKWARD_TILE)  # wide heads fill more registers
+    groups = triton.cdiv(given.segments(SEGMENT), rows)
     dtype = torch.promote_types(given.x.dtype, torch.float32)
-    partial = dx.new_empty(groups, taps + 1, channels, dtype=dtype)
+    partial = dx.new_empty(groups, taps + (given.bias is not None), channels, dtype=dtype)
     over(convolve_gradient_kernel, groups * given.blocks(how["WIDTH"]))(
-        dy, d_final, *given, dx, partial, *given.sizes, *given.x.stride()[:2], eps,
-        **how, ROWS=rows, SEGMENT=SEGMENT, STAGES=STAGES, num_warps=WARPS,
+        dy, d_final, *given, dx, partial, *given.sizes[1:], *given.x.stride()[:2], eps,
+        **how, ROWS=rows, SEGMENT=SEGMENT, STAGES=STAGES, UNROLL=UNROLL, num_warps=warps,
     )  # fmt: skip
     sums = partial.sum(0)
-    return dx, sums[:taps].T.to(given.weight.dtype).contiguous(), sums[taps].clone()
+    d_bias = None if given.bias is None else sums[taps].clone()
+    return dx, sums[:taps].T.to(given.weight.dtype).contiguous(), d_bias
 
 
 def fill_final_state(given: Inputs, final: Tensor) -> None:

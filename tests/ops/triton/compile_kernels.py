@@ -1,8 +1,11 @@
-"""Compile what the stages would launch, for any architecture and without a GPU: a script, since tests interpret.
+"""Compile what the stages and the gradient of the convolution would launch, for any architecture and without a GPU.
+
+A script, since tests interpret:
 
     python -m tests.ops.triton.compile_kernels KERNELS ARCHITECTURE,DTYPE,WIDTH,CHUNK …
 
-KERNELS are names with commas, or "all". Prints a JSON list of [case, kernel, bytes of shared memory or an error].
+KERNELS are names with commas, or "all" for those of the stages. Prints a JSON list of [case, kernel, bytes of shared
+memory or an error].
 """
 
 import json
@@ -17,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import launch, stages
+from gdn2.ops.triton import conv_launch, launch, stages
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -79,21 +82,35 @@ def run_stages(dtype: torch.dtype, width: int, chunk: int) -> None:
     stages.gradient(x, f.A, f.deep, table, sums, x.v, [starts, R, ends, dR])
 
 
+def run_convolution(dtype: torch.dtype, width: int) -> None:
+    """The gradient of two heads."""
+    x, weight = torch.zeros(1, 2, 2 * width, dtype=dtype), torch.zeros(2 * width, 4, dtype=dtype)
+    given = conv_launch.Inputs.of(x, weight, None, None, None)
+    conv_launch.backward(given, x, None, True, width, 1e-6)
+
+
 def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
-    kernels = {n: f for n, f in vars(stages).items() if n.endswith("_kernel")}
+    kernels = [
+        (module, name, kernel)
+        for module in (stages, conv_launch)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    ]
     for case in cases:
         target, dtype, width, chunk = case.split(",")
 
         def report(kernel: str, result: int | str, case: str = case) -> None:
             rows.append((case, kernel, result))
 
-        for name, kernel in kernels.items():
-            asked = wanted == "all" or name.removesuffix("_kernel") in wanted.split(",")
-            setattr(stages, name, Compiled(kernel, int(target), report) if asked else Skipped())
+        for module, name, kernel in kernels:
+            every = wanted == "all" and module is stages
+            asked = every or name.removesuffix("_kernel") in wanted.split(",")
+            setattr(module, name, Compiled(kernel, int(target), report) if asked else Skipped())
         launch.INTERPRETED = divmod(int(target), 10)
         launch.capability.cache_clear()
         run_stages(DTYPES[dtype], int(width), int(chunk))
+        run_convolution(DTYPES[dtype], int(width))
     print(json.dumps(rows))
 
 

@@ -234,7 +234,8 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("TILE", 32), ("BLOCK", 4), ("BACKWARD_TILE", 512), ("SEGMENT", 3)]
+    ("name", "value"),
+    [("TILE", 32), ("BLOCK", 4), ("BACKWARD_TILE", 512), ("SEGMENT", 4), ("UNROLL", 8)],
 )
 @pytest.mark.parametrize("l2_width", [None, 5])
 def test_tiles_do_not_matter(

@@ -162,6 +162,13 @@ def test_scans_compile(tmp_path: Path) -> None:
     check_compiled(rows)
 
 
+def test_the_gradient_of_a_convolution_is_loaded_ahead(tmp_path: Path) -> None:
+    """An input and a gradient a step, which wait in shared memory: the rest of the window stays in registers."""
+    [(_, _, shared)] = compile_kernels("convolve_gradient", ["90,bf16,128,64"], tmp_path)
+    waiting = (conv_launch.STAGES - 1) * conv_launch.UNROLL * 2
+    assert shared == waiting * conv_launch.BACKWARD_TILE * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_all_kernels_compile(architecture: tuple[int, int], tmp_path: Path) -> None:
