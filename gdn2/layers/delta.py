@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.convolution import ShortConvolution
@@ -16,6 +15,7 @@ from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
 from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
 from gdn2.ops.family import Pattern, gated_delta_net_2, kda
 from gdn2.ops.flops import rule_flops
+from gdn2.ops.log_decay import log_decay
 
 INPUTS = (
     "q",
@@ -183,9 +183,7 @@ class DeltaMixer(nn.Module):
         if self.config.decay == "none":
             return q.new_zeros(*q.shape[:2], 1, 1, dtype=wide)
         raw = self._second(self.decay_proj, made["decay"])
-        speed = softplus(raw.to(wide) + self.decay_bias.to(wide))
-        rate = self.decay_log_rate.to(wide).exp()
-        return -rate.unsqueeze(-1) * speed.unflatten(-1, (self.config.num_heads, -1))
+        return log_decay(raw, self.decay_bias, self.decay_log_rate)
 
     def _gated(self, o: Tensor, made: dict[str, Tensor]) -> Tensor:
         if self.config.output_gate == "none":

@@ -35,6 +35,7 @@ from gdn2.ops.triton.companions import (
     check_conv,
     check_cross_entropy,
     check_delta_inputs,
+    check_log_decay,
     check_matvec,
     check_norm,
     check_step,
@@ -292,6 +293,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "swiglu": check_swiglu,
     "matvec": check_matvec,
     "cross_entropy": check_cross_entropy,
+    "log_decay": check_log_decay,
     "adamw": check_adamw,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

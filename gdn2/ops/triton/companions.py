@@ -9,6 +9,7 @@ from torch.nn.functional import silu, softplus
 
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.conv_op import convolve, convolve_step
+from gdn2.ops.log_decay import log_decay, log_decay_by_kernel
 from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import add_normalize_backward, normalize
 from gdn2.ops.reference import token_loop
@@ -216,6 +217,20 @@ def check_swiglu(device: torch.device, dtype: torch.dtype) -> Pairs:
     y = swiglu(*x.to(device).chunk(2, -1))
     gate, up = x.double().chunk(2, -1)
     return {"y": (y, silu(gate) * up)}
+
+
+def check_log_decay(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Log-decays and all their gradients, of two heads that are no power of two wide."""
+    heads, width = 2, 96
+    shapes = {"x": (67, heads * width), "bias": (heads * width,), "log_rate": (heads,)}
+
+    def kernel(x: Tensor, bias: Tensor, log_rate: Tensor) -> list[Tensor]:
+        return [log_decay_by_kernel(x, bias, log_rate)]
+
+    def twin(x: Tensor, bias: Tensor, log_rate: Tensor) -> list[Tensor]:
+        return [log_decay(x, bias, log_rate)]
+
+    return compare(kernel, twin, draw(shapes, dtype), ("g",), device)
 
 
 def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:

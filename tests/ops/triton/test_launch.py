@@ -31,6 +31,7 @@ from gdn2.ops.triton import (
     cross_entropy,
     delta_inputs,
     launch,
+    log_decay,
     matvec,
     norm,
     pipeline,
@@ -54,6 +55,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "swiglu": (swiglu, "swiglu"),
     "matvec": (matvec, "matvec"),
     "cross_entropy": (cross_entropy, "cross_entropy"),
+    "log_decay": (log_decay, "log_decay", "log_decay_gradient"),
     "adamw": (adamw, "adamw"),
 }
 
