@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gdn2.ops.triton.ahead import over
 
-# Not measured yet. Elements of a program, those of them it has in registers, and its warps.
-BLOCK = 8192
-PART = 1024
-WARPS = 4
+# Elements of a program, those of them it has in registers, and its warps. On an H200, 1.3 billion bf16 weights, ms:
+# torch's fused step 7.9; 4096 elements at once by 8 warps 4.75, 8192 to 32768 and 1024 at once by 4 warps 4.9 to 5.1.
+BLOCK = 4096
+PART = 4096
+WARPS = 8
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 LEAST = 1e-300  # a β of zero would have no logarithm
 
