@@ -14,6 +14,9 @@ constexpr int AT_A_QK = 3 * C * WIDE_ROW, AT_A = AT_A_QK + C * NARROW_ROW;
 constexpr float DEEP = -115.415f;  // log2 of about 2e-35, as DEEP in gdn2/ops/triton/tiles.py
 constexpr int AT_DEEP = AT_A + C * C * 2 > 7 * READERS ? AT_A + C * C * 2 : 7 * READERS, MEMORY = AT_DEEP + C * 4;
 static_assert(READERS <= C * WIDE_ROW, "erase rows and values fit where T was");
+constexpr bool RESTS = D == 128;  // there is room for what rounding leaves of values
+constexpr int AT_REST = 6 * READERS;
+static_assert(!RESTS || AT_REST >= AT_A + C * C * 2, "nothing else is there");
 
 // A warp works on 32 channels of one half, a thread on eight of them and four tokens next to each other.
 struct Place {

@@ -48,26 +48,39 @@ DEVICE void store_columns(char* tile, const Pair4 (&x)[4], const Place& place) {
     }
 }
 
-// A times 32 channels from a first one on.
-DEVICE void times_inverse(const char* memory, const char* tile, void* to, i64 chunk, int first_channel, int lane) {
+// 16 rows and 32 channels of a tile as columns of products.
+struct Columns { u32 v[2][4]; };
+DEVICE Columns load_columns(const char* tile, int row, int first_channel, int lane) {
+    Columns to;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        load_transposed(to.v[n], tile + column_at(row + (lane & 15), first_channel / 8 + 2 * n + (lane >> 4)));
+    }
+    return to;
+}
+
+DEVICE void multiply(float (&to)[4][4], const u32 (&rows)[4], const Columns& columns) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        float(&x)[4] = to[n];
+        mma(x[0], x[1], x[2], x[3], rows, columns.v[n / 2][n % 2 * 2], columns.v[n / 2][n % 2 * 2 + 1]);
+    }
+}
+
+// A times 32 channels from a first one on; of what rounding leaves of them, if there is that, only what is near the
+// diagonal counts.
+DEVICE void times_inverse(
+    const char* memory, const char* tile, const char* rests, void* to, i64 chunk, int first_channel, int lane) {
     float found[4][4][4] = {};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        u32 columns[2][4];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            load_transposed(
-                columns[n], tile + column_at(16 * k + (lane & 15), first_channel / 8 + 2 * n + (lane >> 4)));
-        }
+        const Columns columns = load_columns(tile, 16 * k, first_channel, lane);
 #pragma unroll
         for (int m = k; m < 4; m++) {
             u32 rows[4];
             load_matrices(rows, memory + AT_A + block_at(16 * m + (lane & 15), 2 * k + (lane >> 4)));
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                float(&x)[4] = found[m][n];
-                mma(x[0], x[1], x[2], x[3], rows, columns[n / 2][n % 2 * 2], columns[n / 2][n % 2 * 2 + 1]);
-            }
+            multiply(found[m], rows, columns);
+            if (m == k && rests != nullptr) multiply(found[m], rows, load_columns(rests, 16 * k, first_channel, lane));
         }
     }
 #pragma unroll
@@ -81,9 +94,10 @@ DEVICE void times_inverse(const char* memory, const char* tile, void* to, i64 ch
         }
 }
 
+// W V rounded; what that leaves of it goes to shared memory.
 template <bool FULL> DEVICE void written_values(
-    Pair4 (&to)[4], const Chunk<FULL>& chunk, const Inputs& x, const Place& place) {
-    Pair4 gates[4];
+    Pair4 (&to)[4], char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Place& place) {
+    Pair4 gates[4], rests[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         to[i] = chunk.template load<Pair4>(x.v, place.token(i), place.channel);
@@ -97,7 +111,12 @@ template <bool FULL> DEVICE void written_values(
 #pragma unroll
         for (int e = 0; e < 8; e++) V[e] *= W[e];
         to[i] = packed(V);
+        unpack(W, to[i]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) V[e] -= W[e];
+        rests[i] = packed(V);
     }
+    if (RESTS) store_columns(memory + AT_REST, rests, place);
 }
 
 template <bool FULL> DEVICE void chunk_factors(
@@ -124,7 +143,7 @@ template <bool FULL> DEVICE void chunk_factors(
         }
         __syncthreads();
     }
-    written_values(values, chunk, x, place);
+    written_values(values, memory, chunk, x, place);
     invert(memory, warp, lane);
     store_columns(memory + AT_T, E_bar, place);
     store_columns(memory + AT_WORK, values, place);
@@ -133,8 +152,8 @@ template <bool FULL> DEVICE void chunk_factors(
     __syncthreads();
     const bool of_values = warp >= WARPS / 2;
     times_inverse(
-        memory, memory + (of_values ? AT_WORK : AT_T), of_values ? to.U : to.Y, chunk.index, 32 * (warp % (WARPS / 2)),
-        lane);
+        memory, memory + (of_values ? AT_WORK : AT_T), RESTS && of_values ? memory + AT_REST : nullptr,
+        of_values ? to.U : to.Y, chunk.index, 32 * (warp % (WARPS / 2)), lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) intra(

@@ -93,6 +93,14 @@ def test_factors_for_any_decay(
 
 
 @needs_compiler
+def test_written_values_are_rounded_once(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is left to erase, U is W V, whose bits are all there until then."""
+    change_operands(monkeypatch, lambda x: {**x, "g": torch.full_like(x["g"], -200.0)})
+    right = Exact(replace(MILD, name="alone"), torch.bfloat16)
+    assert torch.equal(launch(emulate, right).U, right.U.bfloat16())
+
+
+@needs_compiler
 @pytest.mark.parametrize("strong", [False, True])
 def test_gates_for_all_channels(
     emulate: Emulate, strong: bool, monkeypatch: pytest.MonkeyPatch
