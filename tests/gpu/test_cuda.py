@@ -14,7 +14,7 @@ from tests.closeness import relative_error
 from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, run
 from tests.ops.cases import Case
 
-KERNELS = ("intra", "forward_scan", "reverse_scan", "gradient")
+KERNELS = ("intra", "forward_scan", "backward_scans", "gradient", "group_gradient")
 HOPPER = COMPILED and torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = [
     pytest.mark.gpu,

@@ -18,6 +18,9 @@ SOURCES = Path(__file__).parent
 MOST_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+_code: dict[str, bytes] = {}  # of kernels that this process has compiled or read
+
+
 class CudaError(RuntimeError):
     """The compiler or the driver refused."""
 
@@ -64,11 +67,14 @@ def compiled(name: str, options: Sequence[str]) -> bytes:
     text, version = source(f"{name}.cu"), (ctypes.c_int * 2)()
     compiler().nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([text, *options, *map(str, version)]).encode()).hexdigest()
+    if key in _code:
+        return _code[key]
     file = verdict_file().parent / "cuda" / f"{name}-{key[:16]}.cubin"
     try:
-        return file.read_bytes()
+        _code[key] = file.read_bytes()
+        return _code[key]
     except OSError:
-        code = compile_source(text, name, options)
+        code = _code[key] = compile_source(text, name, options)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written = file.with_suffix(f".{os.getpid()}")
@@ -120,8 +126,8 @@ class Kernel:
         )
         _require(driver().cuFuncSetAttribute(self.function, MOST_SHARED_MEMORY, shared_memory))
 
-    def __call__(self, programs: int, *arguments: Tensor | float | None) -> None:
-        """Start programs on the current stream; tensors are passed as pointers, numbers as floats."""
+    def __call__(self, programs: int, *arguments: Tensor | float | int | None) -> None:
+        """Start programs on the current stream; tensors are passed as pointers."""
         count = len(arguments)
         values = (ctypes.c_uint64 * count)(*map(_bits, arguments))
         first = ctypes.addressof(values)
@@ -135,10 +141,12 @@ class Kernel:
         )
 
 
-def _bits(argument: Tensor | float | None) -> int:
+def _bits(argument: Tensor | float | int | None) -> int:
     """What a kernel finds where an argument is: a pointer, or a number in the first four bytes."""
     if isinstance(argument, float):
         return int.from_bytes(struct.pack("<f", argument), "little")
+    if isinstance(argument, int):
+        return argument
     return 0 if argument is None else argument.data_ptr()
 
 

@@ -1,117 +1,12 @@
-// Outputs of a sequence, or its states and residuals if STATES (Eqs. 23, 24), in one kernel for Hopper.
-//
-// R = U - Y S, O = Q_gamma S + A_qk R and S = gamma_C S + K_tail^T R, all turned: S^T, R^T and O^T have a program's 64
-// value channels as rows.
-#include "scan.cuh"
-
-// Shared memory: tiles of three steps, what two have staged, outputs or states and residuals, then decays and signals.
-constexpr int ROOMS = 2, AT_Y = 0, AT_K_TAIL = TILE, AT_U = 2 * TILE, AT_A_QK = AT_U + BLOCK, AT_Q = AT_A_QK + BLOCK;
-constexpr int TILES = STATES ? AT_A_QK : AT_Q + TILE, STAGED = STATES ? TILE + BLOCK : BLOCK;
-constexpr int AT_STAGED = BUFFERS * TILES, AT_DECAYS = AT_STAGED + ROOMS * STAGED;
-constexpr int AT_SIGNALS = AT_DECAYS + BUFFERS * DECAYS, MEMORY = AT_SIGNALS + SIGNALS;
-DEVICE char* staged_at(char* memory, int step) { return memory + AT_STAGED + step % ROOMS * STAGED; }
-
-DEVICE void advance(State& S, char* memory, int step) {
-    const char* tiles = memory + step % BUFFERS * TILES;
-    char* staged = staged_at(memory, step);
-    StateTerms state = as_terms(S);
-    wait_for_signal(memory + AT_SIGNALS + 8 * (step % BUFFERS), step / BUFFERS & 1);
-    const Terms U = turned(tiles + AT_U);
-    Product R, O;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const u32 x[4] = {U.v[k].x, U.v[k].y, U.v[k].z, U.v[k].w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float* to = &R.v[2 * k + i / 2][i % 2 * 2];
-            to[0] = first(x[i]), to[1] = second(x[i]);
-        }
-    }
-    decay(S, memory + AT_DECAYS + step % BUFFERS * DECAYS);  // compilers let nobody touch it while products run
-    begin_products();
-    times_rows<-1>(R, state, tiles + AT_Y);
-    end_products();
-    if constexpr (!STATES) {
-        times_rows<1>(O, state, tiles + AT_Q, false);
-        end_products();
-    }
-    wait_for_products<STATES ? 0 : 1>();
-    settle(R);
-    Terms residuals = as_terms(R);
-    begin_products();
-    times_columns<1>(S, residuals, tiles + AT_K_TAIL);
-    end_products();
-    if constexpr (!STATES) {
-        times_rows<1>(O, residuals, tiles + AT_A_QK);
-        end_products();
-    }
-    await<ROOM_BARRIER>(THREADS);
-    if constexpr (STATES) {
-        stage(staged, state);
-        stage(staged + TILE, residuals);
-    }
-    wait_for_products<0>();
-    settle(S), settle(state), settle(residuals);
-    if constexpr (!STATES) {
-        settle(O);
-        stage(staged, as_terms(O));
-    }
-    if constexpr (STATES) publish();
-    arrive<STAGED_BARRIER>(THREADS);
-}
+// Outputs and final states of sequences, in one kernel for Hopper.
+constexpr bool STATES = false;
+#include "forward.cuh"
+constexpr int MEMORY = forward::MEMORY;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_scan(
     const void* Q_gamma, const void* K_tail, const float* gamma_C, const void* A_qk, const void* Y, const void* U,
-    const float* state, void* o, float* final_state, void* starts, void* R, const i64* start, const i64* length,
-    const i64* first_chunk) {
+    const float* state, void* o, float* final_state, const i64* start, const i64* length, const i64* first) {
     SHARED_MEMORY(memory);
-    const i64 row = blockIdx.x / HALVES, sequence = row / HEADS, head = row % HEADS;
-    const int part = static_cast<int>(blockIdx.x % HALVES) * 64;
-    const i64 begin = first_chunk[sequence], at_state = row * D * D + part;
-    const int count = static_cast<int>(first_chunk[sequence + 1] - begin);
-    if (threadIdx.x < BUFFERS) make_signal(memory + AT_SIGNALS + 8 * threadIdx.x, 1);
-    __syncthreads();
-    if (threadIdx.x < GROUP) {
-        State S;
-        load_state(S, state + at_state);
-        __syncthreads();
-        for (int step = 0; step < count; step++) advance(S, memory, step);
-        if (!STATES) store_state(S, final_state + at_state);
-        return;
-    }
-    const auto fetch_alone = [=](int step) {
-        const i64 chunk = (begin + step) * HEADS + head;
-        char *to = memory + step % BUFFERS * TILES, *signal = memory + AT_SIGNALS + 8 * (step % BUFFERS);
-        announce(signal, TILES + DECAYS);
-        fetch(to + AT_Y, Y, chunk, TILE, signal);
-        fetch(to + AT_K_TAIL, K_tail, chunk, TILE, signal);
-        fetch(to + AT_U, U, chunk * HALVES + part / 64, BLOCK, signal);
-        fetch(memory + AT_DECAYS + step % BUFFERS * DECAYS, gamma_C, chunk, DECAYS, signal);
-        if (STATES) return;
-        fetch(to + AT_Q, Q_gamma, chunk, TILE, signal);
-        fetch(to + AT_A_QK, A_qk, chunk, BLOCK, signal);
-    };
-    const auto fetch_step = [=](int step) { alone([=]() { fetch_alone(step); }); };
-    if constexpr (STATES) {
-        const auto take = [=](int step) {
-            const i64 chunk = (begin + step) * HEADS + head;
-            alone([=]() { store_staged(staged_at(memory, step), starts, R, chunk, part); });
-        };
-        move(count, fetch_step, take, wait_until_read<ROOMS - 1>, [](int) {});
-        wait_until_read<0>();
-    } else {
-        Rows outputs;
-        const auto take = [&](int step) { outputs.take(staged_at(memory, step)); };
-        i64 token = 0;
-        int known = 0;
-        const auto locate = [&](int step) {  // before it is needed
-            if (step < count) token = start[begin + step], known = static_cast<int>(length[begin + step]);
-        };
-        locate(0);
-        const auto put = [&](int step) {
-            outputs.store(static_cast<char*>(o) + 2 * ((token * HEADS + head) * D + part), 2 * HEADS * D, known);
-            locate(step + 1);
-        };
-        move(count, fetch_step, take, []() {}, put);
-    }
+    const Factors f = {Q_gamma, K_tail, gamma_C, A_qk, Y, U};
+    forward::run(memory, Row(blockIdx.x), {f, {start, length, first}, state, o, final_state, nullptr, nullptr});
 }

@@ -1,11 +1,19 @@
-"""The gradient stage as one CUDA kernel (`gradient.cu`)."""
+"""The gradient stage as one CUDA kernel (`gradient.cu`, `group_gradient.cu`)."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import CHUNK, GRADIENT, aligned, loaded
+from gdn2.ops.cuda.launch import (
+    CHUNK,
+    GRADIENT,
+    GROUP_GRADIENT,
+    aligned,
+    gradient_of_blocks,
+    loaded,
+)
 from gdn2.ops.operands import Operands
 
 
@@ -30,12 +38,22 @@ def gradients(
     halves = (*A.shape[:3], CHUNK // 2)
     scores = [A.new_empty(halves, dtype=torch.float32) for _ in range(2)]
     do = aligned(do)
-    kernel, programs = loaded(GRADIENT, x, BLOCKS=int(blocks)), A.shape[0] * A.shape[1]
+    chunks = A.shape[0] * A.shape[1]
+    name = gradient_of_blocks(x) if blocks else GRADIENT
+    kernel, programs = loaded(name, x, BLOCKS=int(blocks)), chunks
+    numbers: list[int] = []
+    if name == GROUP_GRADIENT:  # programs go through chunks, one on each multiprocessor
+        programs, numbers = min(chunks, multiprocessors(A.device)), [chunks]
     assert kernel is not None and x.b is not None
-    if run and programs:
+    if run and chunks:
         w = x.v if x.w is None else x.w  # not read
         kernel(
             programs, x.q, x.k, x.v, x.g, x.b, w, do, A, R, dR, starts, ends, deep, start, length,
-            *scores, *found, x.scale,
+            *scores, *found, x.scale, *numbers,
         )  # fmt: skip
     return found, scores
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

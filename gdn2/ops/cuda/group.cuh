@@ -6,14 +6,22 @@
 struct Product { float v[8][4]; };
 struct Terms { Pair4 v[4]; };
 
+#define FOUR_RESULTS(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define RESULTS(d)                                                                          \
+    FOUR_RESULTS(d, 0), FOUR_RESULTS(d, 1), FOUR_RESULTS(d, 2), FOUR_RESULTS(d, 3),         \
+        FOUR_RESULTS(d, 4), FOUR_RESULTS(d, 5), FOUR_RESULTS(d, 6), FOUR_RESULTS(d, 7)
+
+// How a product finds an operand in a block.
+DEVICE unsigned long long described(const char* operand) {
+    constexpr unsigned long long EIGHT_ROWS = 1024 >> 4, SWIZZLED = 1;
+    return (shared_address(operand) & 0x3ffff) >> 4 | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLED << 62;
+}
+
 // to = keep to + SIGN a b for 16 terms. b [terms, columns] begins at the given row of a block, if TERMS_ARE_ROWS; else
 // its transpose at the given column. Blocks begin where 1024 divides the address. The product runs on: nobody may touch
 // `to` and `a` before it was waited for.
 template <bool TERMS_ARE_ROWS, int SIGN>
 DEVICE void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
-    constexpr unsigned long long EIGHT_ROWS = 1024 >> 4, SWIZZLED = 1;
-    const unsigned long long where =
-        (shared_address(b) & 0x3ffff) >> 4 | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLED << 62;
     float(&d)[8][4] = to.v;
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
@@ -21,13 +29,25 @@ DEVICE void group_product(Product& to, const Pair4& a, const char* b, bool keep)
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "{%32,%33,%34,%35}, %36, p, %38, 1, %39;}"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-          "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-          "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
-          "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-          "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where), "r"(static_cast<int>(keep)), "n"(SIGN),
+        : RESULTS(d)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(described(b)), "r"(static_cast<int>(keep)), "n"(SIGN),
           "n"(TERMS_ARE_ROWS ? 1 : 0));
+}
+
+// The same with both operands in shared memory: a [64 rows, terms] begins at the given column of a block, or its
+// transpose at the given row if TERMS_ARE_ROWS_A.
+template <bool TERMS_ARE_ROWS_A, bool TERMS_ARE_ROWS_B, int SIGN>
+DEVICE void group_product(Product& to, const char* a, const char* b, bool keep) {
+    float(&d)[8][4] = to.v;
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+        "%32, %33, p, %35, 1, %36, %37;}"
+        : RESULTS(d)
+        : "l"(described(a)), "l"(described(b)), "r"(static_cast<int>(keep)), "n"(SIGN), "n"(TERMS_ARE_ROWS_A ? 1 : 0),
+          "n"(TERMS_ARE_ROWS_B ? 1 : 0));
 }
 
 // What products read must be ready before they begin; each series is waited for once it has ended.
@@ -101,4 +121,23 @@ template <int LAST> DEVICE void wait_until_read() {
 // Announces a thread's own small copies so far.
 DEVICE void announce_own(char* signal) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(shared_address(signal)) : "memory");
+}
+
+// A thread's own small copies in series, and until all but the last few are there.
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LAST> DEVICE void wait_for_series() { asm volatile("cp.async.wait_group %0;" :: "n"(LAST) : "memory"); }
+
+// The same number, which compilers do not know: what is made of it is made again instead of being kept.
+DEVICE float forgotten(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+DEVICE int forgotten(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A barrier of one group.
+DEVICE void await_group() {
+    asm volatile("bar.sync %0, 128;" :: "r"(static_cast<int>(threadIdx.x / 128) + 1) : "memory");
 }

@@ -1,20 +1,24 @@
 """Which operands the CUDA kernels take, and the kernels loaded for them."""
 
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.build import CudaError, Kernel
+from gdn2.ops.cuda.build import CudaError, Kernel, compiled
 from gdn2.ops.operands import Operands
 from gdn2.ops.trust import trusted
 
 CHUNK = 64
 HOPPER = (9, 0)
+GROUPED = 128  # channels of a head that two groups of four warps share
 PROGRAMS = {64: 3, 128: 2}  # that share a multiprocessor, as many as its shared memory has room for
-INTRA, GRADIENT = "intra", "gradient"
-PLAIN, FORWARD, REVERSE = "plain_scan", "forward_scan", "reverse_scan"
+INTRA, GRADIENT, GROUP_GRADIENT = "intra", "gradient", "group_gradient"
+PLAIN, FORWARD, BACKWARD = "plain_scan", "forward_scan", "backward_scans"
 ENOUGH = 96  # programs of `plain_scan`, which has a multiprocessor for each
 Key = tuple[str, torch.device, tuple[tuple[str, int], ...]]
 _kernels: dict[Key, Kernel | None] = {}
@@ -30,15 +34,17 @@ def in_blocks(x: Operands, chunk: int) -> bool:
 
     The scans' products are Hopper's own.
     """
-    return (
-        suits(x, chunk)
-        and capability(x.q.device) == HOPPER
-        and ready(INTRA, x, BLOCKS=1)
-        and ready(FORWARD, x, STATES=0)
-        and ready(FORWARD, x, STATES=1)
-        and ready(REVERSE, x)
-        and ready(GRADIENT, x, BLOCKS=1)
-    )
+    if not suits(x, chunk) or capability(x.q.device) != HOPPER:
+        return False
+    blocks = {"BLOCKS": 1}
+    needed = [(INTRA, blocks), (FORWARD, {}), (BACKWARD, {}), (gradient_of_blocks(x), blocks)]
+    compile_together([key_of(kernel, x, also) for kernel, also in needed])
+    return all(ready(kernel, x, **also) for kernel, also in needed)
+
+
+def gradient_of_blocks(x: Operands) -> str:
+    """The kernel that makes gradients of what lies in blocks."""
+    return GROUP_GRADIENT if x.q.shape[2] == GROUPED else GRADIENT
 
 
 def takes_plain(x: Operands, chunk: int, rows: int) -> bool:
@@ -97,7 +103,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def loaded(kernel: str, x: Operands, **also: int) -> Kernel | None:
     """A kernel for these head counts and widths; None where it cannot be compiled or loaded, or not now."""
-    key = (kernel, x.q.device, tuple((macros(kernel, x) | also).items()))
+    key = key_of(kernel, x, also)
     if key not in _kernels:
         if torch.cuda.is_current_stream_capturing():
             return None  # nothing can be loaded meanwhile
@@ -105,10 +111,30 @@ def loaded(kernel: str, x: Operands, **also: int) -> Kernel | None:
     return _kernels[key]
 
 
+def key_of(kernel: str, x: Operands, also: dict[str, int]) -> Key:
+    """What a kernel is loaded for."""
+    return kernel, x.q.device, tuple((macros(kernel, x) | also).items())
+
+
+def compile_together(keys: Sequence[Key]) -> None:
+    """Compile kernels side by side that are not loaded yet, which NVRTC does outside of Python's lock."""
+    missing = [key for key in keys if key not in _kernels]
+    if len(missing) < 2 or torch.cuda.is_current_stream_capturing():
+        return
+
+    def attempt(key: Key) -> None:
+        kernel, device, sizes = key
+        with suppress(CudaError):  # said when it is loaded
+            compiled(kernel, options(device, dict(sizes)))
+
+    with ThreadPoolExecutor(len(missing)) as pool:
+        list(pool.map(attempt, missing))
+
+
 def macros(kernel: str, x: Operands) -> dict[str, int]:
     """What a kernel is compiled for."""
     heads, width = x.q.shape[1:]
-    if kernel in (FORWARD, REVERSE):
+    if kernel in (FORWARD, BACKWARD):
         return {"HEADS": heads, "D": width}
     gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2]}
     if kernel == PLAIN:
@@ -126,39 +152,38 @@ def value_channels(width: int, rows: int) -> int:
 
 def load(kernel: str, device: torch.device, sizes: dict[str, int]) -> Kernel | None:
     """Compile and load; a failure is said once, and the Triton kernels do the work."""
-    major, minor = capability(device)
     properties = torch.cuda.get_device_properties(device)
     needed = shared_memory(kernel, sizes)
     if needed > properties.shared_memory_per_block_optin:  # type: ignore[attr-defined]
         return None
-    options = [
-        f"--gpu-architecture=sm_{major}{minor}{'a' if (major, minor) == HOPPER else ''}",
-        *(f"-D{name}={value}" for name, value in sizes.items()),
-        "--std=c++17",
-    ]
-    threads = 256 if kernel in (FORWARD, REVERSE) else 4 * sizes.get("VALUES", sizes["D"] // 2)
+    threads = 256 if kernel in (FORWARD, BACKWARD) else 4 * sizes.get("VALUES", sizes["D"] // 2)
     try:
         with torch.cuda.device(device):
-            return Kernel(kernel, options, threads=threads, shared_memory=needed)
+            return Kernel(kernel, options(device, sizes), threads=threads, shared_memory=needed)
     except CudaError as failure:
         warnings.warn(f"gdn2 uses Triton instead of {kernel} on {device}: {failure}", stacklevel=2)
         return None
 
 
+def options(device: torch.device, sizes: dict[str, int]) -> list[str]:
+    """The compiler's."""
+    major, minor = capability(device)
+    architecture = f"sm_{major}{minor}{'a' if (major, minor) == HOPPER else ''}"
+    named = [f"-D{name}={value}" for name, value in sizes.items()]
+    return [f"--gpu-architecture={architecture}", *named, "--std=c++17"]
+
+
 def shared_memory(kernel: str, sizes: dict[str, int]) -> int:
     """MEMORY of a kernel, as its source adds it up."""
-    width = sizes["D"]
+    width, values = sizes["D"], sizes.get("VALUES", 0)
     tile, square, padded = 2 * CHUNK * width, 2 * CHUNK * CHUNK, 4 * CHUNK * (CHUNK + 8)
-    if kernel == PLAIN:
-        values = sizes["VALUES"]
-        chunk = 2 * CHUNK * (2 * width + values) + 8 * CHUNK
-        return 3 * chunk + 2 * square + values // 16 * 64 * width
-    if kernel == FORWARD and sizes["STATES"]:
-        return 3 * (2 * tile + square) + 2 * (tile + square) + 12 * width + 24
-    if kernel == FORWARD:
-        return 3 * (3 * tile + 2 * square) + 2 * square + 12 * width + 24
-    if kernel == REVERSE:
-        return 3 * (3 * tile + 2 * square) + tile + square + 12 * width + 24
-    if kernel == GRADIENT:
-        return 5 * tile + 3 * square + 4 * CHUNK + width // 16 * (7 * 8 + 2 * CHUNK) * 4
-    return max(7 * tile, 3 * padded + 2 * CHUNK * (CHUNK + 8) + square) + 4 * CHUNK
+    state, sums = 2 * width * width, 4 * CHUNK * (3 + width // 16)
+    decays = 12 * width + 24
+    return {
+        INTRA: max(7 * tile, 3 * padded + 2 * CHUNK * (CHUNK + 8) + square) + 4 * CHUNK,
+        PLAIN: 6 * (tile + CHUNK * (values + 4)) + 2 * square + values // 16 * 64 * width,
+        FORWARD: 9 * tile + 8 * square + decays,
+        BACKWARD: 10 * tile + 7 * square + decays,
+        GRADIENT: 5 * tile + 3 * square + 4 * CHUNK + width // 16 * (7 * 8 + 2 * CHUNK) * 4,
+        GROUP_GRADIENT: 4 * square + 8 * tile + 2 * state + sums + 80,
+    }[kernel]

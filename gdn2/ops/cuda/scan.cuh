@@ -11,6 +11,25 @@
 constexpr int C = 64, GROUP = 128, THREADS = 2 * GROUP, HALVES = D / 64, AHEAD = 2, BUFFERS = AHEAD + 1;
 constexpr int TILE = HALVES * BLOCK, DECAYS = D * 4, SIGNALS = 8 * BUFFERS;
 
+struct Factors {  // of all chunks, in blocks
+    const void *Q_gamma, *K_tail;
+    const float* gamma_C;
+    const void *A_qk, *Y, *U;
+};
+struct Chunks { const i64 *start, *length, *first; };  // of tokens, and the first chunk of each sequence
+
+// What a program works on: a head of a sequence, and the first of its value channels.
+struct Row {
+    i64 number, sequence, head;
+    int part;
+    DEVICE explicit Row(i64 program)
+        : number(program / HALVES), sequence(number / HEADS), head(number % HEADS),
+          part(static_cast<int>(program % HALVES) * 64) {}
+    DEVICE i64 state() const { return number * D * D + part; }
+    DEVICE i64 chunk(i64 index) const { return index * HEADS + head; }
+    DEVICE i64 tokens(i64 token) const { return 2 * ((token * HEADS + head) * D + part); }  // bytes
+};
+
 struct State { Product half[HALVES]; };
 struct StateTerms { Terms half[HALVES]; };
 

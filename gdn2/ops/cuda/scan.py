@@ -1,29 +1,27 @@
-"""The scans as CUDA kernels (`forward_scan.cu`, `reverse_scan.cu`, `plain_scan.cu`)."""
+"""The scans as CUDA kernels (`forward_scan.cu`, `backward_scans.cu`, `plain_scan.cu`)."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from gdn2.ops.cuda.build import Kernel
-from gdn2.ops.cuda.launch import FORWARD, PLAIN, REVERSE, aligned, loaded, value_channels
+from gdn2.ops.cuda.launch import BACKWARD, FORWARD, PLAIN, aligned, loaded, value_channels
 from gdn2.ops.operands import Operands
 
 VALUES = 64  # channels of a program of the scans
 
 
-def forward(
-    x: Operands, rows: int, tensors: Sequence[Tensor | None], states: bool, run: bool
-) -> None:
-    """Outputs and final states, or the states at chunk starts and the residuals, of so many heads of sequences.
+def forward(x: Operands, rows: int, tensors: Sequence[Tensor], run: bool) -> None:
+    """Outputs and final states of so many heads of sequences.
 
     Without `run` the kernel is only made ready; so with the others.
     """
-    start(loaded(FORWARD, x, STATES=int(states)), rows * parts(x, VALUES), tensors, run)
+    start(loaded(FORWARD, x), rows * parts(x, VALUES), tensors, run)
 
 
-def reverse(x: Operands, rows: int, tensors: Sequence[Tensor | None], run: bool) -> None:
-    """Gradients of residuals, of states at chunk ends and of the initial states."""
-    start(loaded(REVERSE, x), rows * parts(x, VALUES), tensors, run)
+def backward(x: Operands, rows: int, tensors: Sequence[Tensor], run: bool) -> None:
+    """States at chunk starts and residuals; gradients of residuals, of states at chunk ends and of the initial ones."""
+    start(loaded(BACKWARD, x), 2 * rows * parts(x, VALUES), tensors, run)
 
 
 def plain(x: Operands, rows: int, tensors: Sequence[Tensor], run: bool) -> None:

@@ -64,7 +64,12 @@ DEVICE void load_transposed(u32 (&r)[4], const void* row) {
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-// The opposite: matrices to where the rows of their transposes are.
+// The opposite, and matrices to where the rows of their transposes are.
+DEVICE void store_matrices(void* row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+        :: "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 DEVICE void store_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
         :: "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -94,6 +99,10 @@ DEVICE float from_other(float x, int mask) { return __shfl_xor_sync(~0u, x, mask
 DEVICE void copy_async(void* to, const void* from, bool known = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"(shared_address(to)), "l"(from), "r"(known ? 16 : 0) : "memory");
+}
+
+DEVICE void copy_eight(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 
 DEVICE void wait_for_copies() {

@@ -16,7 +16,16 @@ from torch.nn.functional import pad
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.chunk_op import pack
 from gdn2.ops.cuda.blocks import to_blocks, to_rows
-from gdn2.ops.cuda.launch import FORWARD, GRADIENT, INTRA, PLAIN, REVERSE, in_blocks, takes
+from gdn2.ops.cuda.launch import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    GROUP_GRADIENT,
+    INTRA,
+    PLAIN,
+    in_blocks,
+    takes,
+)
 from gdn2.ops.operands import Operands
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import (
@@ -168,32 +177,39 @@ def reordered(f: Factors) -> Factors:
     return f._replace(**found, blocks=not f.blocks)
 
 
-def in_rows(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return to_rows(pair[0]), pair[1]
-
-
 def check_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Outputs and states (Eqs. 23, 24), and the states and residuals that the backward needs."""
     right = exact(MILD, dtype)
-    return scanned(right, right.factors(device), device, stages.scan)
-
-
-def scanned(right: Exact, f: Factors, device: torch.device, scan: Callable[..., Any]) -> Pairs:
     x, table = right.operands(device)
-    state = right.give("state", device)
-    o, final, _, _ = scan(x, f, table, state, outputs=True, save=False)
-    _, _, starts, R = scan(x, f, table, state, outputs=False, save=True)
+    f, state = right.factors(device), right.give("state", device)
+    o, final, _, _ = stages.scan(x, f, table, state, outputs=True, save=False)
+    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
     found = {"o": o, "final": final, "starts": starts, "R": R}
-    return {name: (y, getattr(right, name)) for name, y in found.items()}
+    return {name: (y, getattr(right, name)) for name, y in found.items() if y is not None}
 
 
-def check_scan_by_cuda(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """The same by the CUDA kernel, where it takes such operands: nothing otherwise."""
+def check_forward_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Outputs by the CUDA kernel, where it takes such operands: nothing otherwise."""
     right = exact(MILD, dtype)
-    if not in_blocks(right.operands(device)[0], CHUNK):
+    x, table = right.operands(device)
+    if not in_blocks(x, CHUNK):
         return {}
-    pairs = scanned(right, reordered(right.factors(device)), device, scans.scan)
-    return pairs | {name: in_rows(pairs[name]) for name in ("starts", "R")}
+    f = reordered(right.factors(device))
+    o, final = scans.forward(x, f, table, right.give("state", device))
+    return {"o": (o, right.o), "final": (final, right.final)}
+
+
+def check_backward_scans(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """What the backward needs of both scans by the CUDA kernel, where it takes such operands: nothing otherwise."""
+    right = exact(MILD, dtype)
+    x, table = right.operands(device)
+    if not in_blocks(x, CHUNK):
+        return {}
+    given = [right.give(name, device) for name in ("state", "do", "d_final")]
+    found = scans.backward(x, reordered(right.factors(device)), table, *given)._asdict()
+    d_state = found.pop("d_state")
+    pairs: Pairs = {name: (to_rows(y), getattr(right, name)) for name, y in found.items()}
+    return pairs | {"d_state": (d_state, right.grads["state"])}
 
 
 def check_plain_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -214,28 +230,14 @@ def check_plain_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
 def check_scan_reverse(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Gradients of residuals and states (Eqs. 53–63)."""
     right = exact(MILD, dtype)
-    return scanned_back(right, right.factors(device), device, stages.scan_reverse)
-
-
-def scanned_back(right: Exact, f: Factors, device: torch.device, scan: Callable[..., Any]) -> Pairs:
     do, d_final = right.give("do", device), right.give("d_final", device)
     x, table = right.operands(device)
-    dR, ends, d_state = scan(x, f, table, do, d_final)
+    dR, ends, d_state = stages.scan_reverse(x, right.factors(device), table, do, d_final)
     return {
         "dR": (dR, right.dR),
         "ends": (ends, right.ends),
         "d_state": (d_state, right.grads["state"]),
     }
-
-
-def check_scan_reverse_by_cuda(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """The same by the CUDA kernel, where it takes such operands: nothing otherwise."""
-    right = exact(MILD, dtype)
-    if not in_blocks(right.operands(device)[0], CHUNK):
-        return {}
-    f = reordered(right.factors(device))
-    pairs = scanned_back(right, f, device, scans.scan_reverse)
-    return pairs | {name: in_rows(pairs[name]) for name in ("ends", "dR")}
 
 
 def check_gradient(
@@ -253,14 +255,13 @@ def check_gradient(
     return {f"d{name}": (grads[name], right.grads[name]) for name in names}
 
 
-def check_gradient_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
+def check_gradient_at_once(blocks: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
     """All of them by one kernel and the one for deep rows, where it takes such operands: nothing otherwise."""
     pairs: Pairs = {}
     for scenario in (MILD, STRONG):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
-        blocks = in_blocks(x, table.size)
-        if stages.at_once(x, table, blocks):
+        if in_blocks(x, table.size) if blocks else takes(GRADIENT, x, table.size, BLOCKS=0):
             f = right.factors(device, stages.intra(x, table, "ieee").deep)
             between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
             between = [to_blocks(t) for t in between] if blocks else between
@@ -298,9 +299,10 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,
     PLAIN: check_plain_scan,
-    FORWARD: check_scan_by_cuda,
-    REVERSE: check_scan_reverse_by_cuda,
-    GRADIENT: check_gradient_at_once,
+    FORWARD: check_forward_scan,
+    BACKWARD: check_backward_scans,
+    GRADIENT: partial(check_gradient_at_once, False),
+    GROUP_GRADIENT: partial(check_gradient_at_once, True),
 }
 
 

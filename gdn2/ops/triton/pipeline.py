@@ -38,8 +38,7 @@ def run_forward(
     if at_once is not None:
         return *at_once, []
     f = stages.intra(x, table, solve)
-    o, final, _, _ = scans.scan(x, f, table, state, outputs=True, save=False)
-    assert o is not None and final is not None
+    o, final = scans.forward(x, f, table, state)
     return o, final, f.tensors() if keep == "factors" else []
 
 
@@ -66,11 +65,9 @@ def run_backward(
     blocks = in_blocks(x, table.size)
     sums = None if stages.at_once(x, table, blocks) else stages.decays(x, table)
     f = restore(saved, x, blocks) if saved else stages.intra(x, table, solve, sums)
-    _, _, starts, R = scans.scan(x, f, table, state, outputs=False, save=True)
-    assert starts is not None and R is not None
-    dR, ends, d_state = scans.scan_reverse(x, f, table, do, d_final)
-    A, deep, between = f.A, f.deep, [starts, R, ends, dR]
-    del f, starts, R, ends, dR
+    *between, d_state = scans.backward(x, f, table, state, do, d_final)
+    A, deep = f.A, f.deep
+    del f
     grads = stages.gradient(x, A, deep, table, sums, do, between, blocks)
     return Gradients(*[*grads, d_state])
 

@@ -1,5 +1,7 @@
 """Stage two by the CUDA kernels where they take such operands, else by the Triton ones (`stages`)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,32 +23,46 @@ def plain(x: Operands, table: Table, state: Tensor) -> tuple[Tensor, Tensor] | N
     return o, final
 
 
-def scan(
-    x: Operands, f: Factors, table: Table, state: Tensor, outputs: bool, save: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Output and final state, if wanted; states at chunk starts and residuals, if they are to be saved."""
-    rows, width = state.shape[0] * state.shape[1], x.q.shape[2]
-    if not f.blocks:
-        return stages.scan(x, f, table, state, outputs, save)
-    assert outputs != save  # these are different kernels
-    o = torch.empty_like(x.v) if outputs else None
-    final = torch.empty_like(state) if outputs else None
-    starts = x.k.new_empty(*f.A_qk.shape[:2], width, width) if save else None
-    R = torch.empty_like(f.U) if save else None
-    given = (*f[:4], f.Y, f.U, state, o, final, starts, R, *table[1:])
-    cuda.forward(x, rows, given, save, run=not compiling())
-    return o, final, starts, R
+def forward(x: Operands, f: Factors, table: Table, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and final state."""
+    if f.blocks:
+        o, final = torch.empty_like(x.v), torch.empty_like(state)
+        given = [*scanned(f), state, o, final, *table[1:]]
+        cuda.forward(x, state.shape[0] * state.shape[1], given, run=not compiling())
+        return o, final
+    found = stages.scan(x, f, table, state, outputs=True, save=False)
+    assert found[0] is not None and found[1] is not None
+    return found[0], found[1]
 
 
-def scan_reverse(
-    x: Operands, f: Factors, table: Table, do: Tensor, d_final: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the residuals, of the states at chunk ends and of the initial state."""
-    rows, width = d_final.shape[0] * d_final.shape[1], x.q.shape[2]
-    if not f.blocks:
-        return stages.scan_reverse(x, f, table, do, d_final)
-    dR, d_state = torch.empty_like(f.U), torch.empty_like(d_final)
-    ends = x.k.new_empty(*f.A_qk.shape[:2], width, width)
-    given = (*f[:4], f.Y, do, d_final, d_state, ends, dR, *table[1:])
-    cuda.reverse(x, rows, given, run=not compiling())
-    return dR, ends, d_state
+class Between(NamedTuple):
+    """What the scans of the backward make: per chunk, but for the gradient of the initial state."""
+
+    starts: Tensor
+    R: Tensor
+    ends: Tensor  # gradients of the states at chunk ends
+    dR: Tensor
+    d_state: Tensor
+
+
+def backward(
+    x: Operands, f: Factors, table: Table, state: Tensor, do: Tensor, d_final: Tensor
+) -> Between:
+    """States at chunk starts and residuals once more, and the gradients of residuals and states."""
+    if f.blocks:
+        width = x.q.shape[2]
+        starts, ends = (x.k.new_empty(*f.A_qk.shape[:2], width, width) for _ in range(2))
+        R, dR, d_state = torch.empty_like(f.U), torch.empty_like(f.U), torch.empty_like(d_final)
+        given = [*scanned(f), state, starts, R, do, d_final, d_state, ends, dR, *table[1:]]
+        cuda.backward(x, state.shape[0] * state.shape[1], given, run=not compiling())
+        return Between(starts, R, ends, dR, d_state)
+    _, _, found, residuals = stages.scan(x, f, table, state, outputs=False, save=True)
+    assert found is not None and residuals is not None
+    dR, ends, d_state = stages.scan_reverse(x, f, table, do, d_final)
+    return Between(found, residuals, ends, dR, d_state)
+
+
+def scanned(f: Factors) -> list[Tensor]:
+    """The factors that scans read."""
+    assert f.Y is not None
+    return [f.Q_gamma, f.K_tail, f.gamma_C, f.A_qk, f.Y, f.U]

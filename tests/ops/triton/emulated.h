@@ -34,7 +34,7 @@ alignas(1024) static char shared[256 * 1024];
 static Fiber fibers[1024];
 static ucontext_t scheduler;
 static int threads, current, any;
-static Index blockIdx;
+static Index blockIdx, gridDim;
 static Barrier warps[32], program;
 static char exchange[32][32][64];  // of each warp and lane
 static std::function<void()> body;
@@ -121,6 +121,12 @@ inline void store_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
     }
     __syncwarp();
 }
+inline void store_matrices(void* row, u32 a, u32 b, u32 c, u32 d) {
+    give(static_cast<char*>(row));
+    const u32 pairs[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) memcpy(take<char*>(8 * i + current % 32 / 4) + 4 * (current % 4), &pairs[i], 4);
+    __syncwarp();
+}
 inline float from_lane(float x, int lane) {
     give(x);
     const float y = take<float>(lane);
@@ -138,6 +144,7 @@ inline float add_lower(float x, int by) { return x + lower(x, by); }
 inline void copy_async(void* to, const void* from, bool known = true) {
     known ? memcpy(to, from, 16) : memset(to, 0, 16);
 }
+inline void copy_eight(void* to, const void* from) { memcpy(to, from, 8); }
 inline void wait_for_copies() {}
 inline void prefetch(const void*, int) {}
 
@@ -145,10 +152,40 @@ inline void prefetch(const void*, int) {}
 struct Product { float v[8][4]; };
 struct Terms { Pair4 v[4]; };
 
+// An element of an operand in a block.
+inline float block_element(const char* from, bool terms_are_rows, int row, int term) {
+    int at = from - shared + (terms_are_rows ? term * 128 + row * 2 : row * 128 + term * 2);
+    at ^= (at >> 7 & 7) << 4;
+    uint16_t bits;
+    memcpy(&bits, shared + at, 2);
+    return first(bits);
+}
+
+template <bool TERMS_ARE_ROWS> void add_products(Product& to, const float (&rows)[2][16], const char* b, bool keep) {
+    for (int n = 0; n < 8; n++) {
+        for (int e = 0; e < 4; e++) {
+            const int column = 8 * n + 2 * (current % 4) + e % 2;
+            float sum = keep ? to.v[n][e] : 0.0f;
+            for (int k = 0; k < 16; k++) sum += rows[e / 2][k] * block_element(b, TERMS_ARE_ROWS, column, k);
+            to.v[n][e] = sum;
+        }
+    }
+}
+
+template <bool TERMS_ARE_ROWS_A, bool TERMS_ARE_ROWS_B, int SIGN>
+void group_product(Product& to, const char* a, const char* b, bool keep) {
+    float rows[2][16];
+    for (int r = 0; r < 2; r++) {
+        const int row = current / 32 % 4 * 16 + current % 32 / 4 + 8 * r;
+        for (int k = 0; k < 16; k++) rows[r][k] = SIGN * block_element(a, TERMS_ARE_ROWS_A, row, k);
+    }
+    add_products<TERMS_ARE_ROWS_B>(to, rows, b, keep);
+}
+
 template <bool TERMS_ARE_ROWS, int SIGN>
 void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
     give(a);
-    const int group = current % 32 / 4, place = current % 4;
+    const int group = current % 32 / 4;
     float rows[2][16];
     for (int k = 0; k < 16; k++) {
         const Pair4 x = take<Pair4>(group * 4 + k % 8 / 2);
@@ -156,20 +193,7 @@ void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
         for (int r = 0; r < 2; r++) rows[r][k] = SIGN * (k % 2 ? second(pairs[r]) : first(pairs[r]));
     }
     __syncwarp();
-    for (int n = 0; n < 8; n++) {
-        for (int e = 0; e < 4; e++) {
-            const int column = 8 * n + 2 * place + e % 2;
-            float sum = keep ? to.v[n][e] : 0.0f;
-            for (int k = 0; k < 16; k++) {
-                int at = b - shared + (TERMS_ARE_ROWS ? k * 128 + column * 2 : column * 128 + k * 2);
-                at ^= (at >> 7 & 7) << 4;
-                uint16_t bits;
-                memcpy(&bits, shared + at, 2);
-                sum += rows[e / 2][k] * first(bits);
-            }
-            to.v[n][e] = sum;
-        }
-    }
+    add_products<TERMS_ARE_ROWS>(to, rows, b, keep);
 }
 inline void begin_products() {}
 inline void end_products() {}
@@ -184,6 +208,11 @@ template <int NUMBER> void arrive(int threads) {
 }
 struct Signal { int parity = 0, expected = 0, arrived = 0; };
 static std::map<char*, Signal> signals;
+inline void await_group() { wait(numbered[current / 128 + 1], 128); }
+inline void end_copies() {}
+inline float forgotten(float x) { return x; }
+inline int forgotten(int x) { return x; }
+template <int LAST> void wait_for_series() {}
 inline void make_signal(char* signal, int threads) { signals[signal] = {0, threads, 0}; }
 inline void announce_own(char* signal) {
     Signal& s = signals[signal];

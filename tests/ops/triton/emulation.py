@@ -17,7 +17,8 @@ from gdn2.ops.selfcheck import make_operands
 from gdn2.ops.triton import checks
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
-TYPES = {"v": "void*", "f": "float*", "c": "char*", "i": "const i64*"}  # and "s", the scale
+TYPES = {"v": "void*", "f": "float*", "c": "char*", "i": "const i64*"}  # and numbers
+NUMBERS = {"s": "scale", "n": "count"}
 INSTRUCTIONS = frozenset({"warp.cuh", "group.cuh"})  # that `emulated.h` has in their place
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -27,12 +28,12 @@ class Emulated:
 
     def __init__(self, folder: Path, kernel: str, arguments: str, **macros: int) -> None:
         given = ", ".join(
-            "scale" if letter == "s" else f"({TYPES[letter]})p[{n}]"
-            for n, letter in enumerate(arguments)
+            NUMBERS.get(letter) or f"({TYPES[letter]})p[{n}]" for n, letter in enumerate(arguments)
         )
         text = f"""#include "emulated.h"
 {build.source(f"{kernel}.cu", given=INSTRUCTIONS)}
-extern "C" void run(int programs, void** p, float scale) {{
+extern "C" void run(int programs, void** p, float scale, int count) {{
+    gridDim.x = programs;
     for (int i = 0; i < programs; i++) run_program(i, THREADS, [=] {{ {kernel}({given}); }});
 }}
 extern "C" int memory() {{ return MEMORY; }}
@@ -48,13 +49,15 @@ extern "C" int memory() {{ return MEMORY; }}
         subprocess.run(command, check=True)
         self.library = ctypes.CDLL(str(library))
         self.kernel, self.macros = kernel, macros
-        self.pointers = len(arguments.rstrip("s"))
+        self.pointers = len(arguments.rstrip("sn"))
 
-    def __call__(self, programs: int, tensors: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    def __call__(
+        self, programs: int, tensors: Sequence[Tensor | None], scale: float = 1.0, count: int = 0
+    ) -> None:
         assert len(tensors) == self.pointers
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         pointers = (ctypes.c_void_p * len(tensors))(*addresses)
-        self.library.run(programs, pointers, ctypes.c_float(scale))
+        self.library.run(programs, pointers, ctypes.c_float(scale), count)
 
     def has_said_memory(self) -> bool:
         """Whether Python knows how much shared memory the kernel takes."""

@@ -1,6 +1,7 @@
 """Compiling CUDA C++ on demand, with a compiler that is made up."""
 
 import ctypes
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     made = Compiler()
     monkeypatch.setattr(build, "compiler", lambda: made)
+    monkeypatch.setattr(build, "_code", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
@@ -72,6 +74,8 @@ def test_machine_code_is_compiled_once_for_the_same_options(compiler: Compiler) 
     assert code == b"code " + build.source("gradient.cu")[:9].encode()
     assert compiler.options == [b"-DD=64"]
     assert build.compiled("gradient", ["-DD=64"]) == code
+    build._code.clear()  # as in another process
+    assert build.compiled("gradient", ["-DD=64"]) == code
     assert compiler.calls == 1
     build.compiled("gradient", ["-DD=128"])
     assert compiler.calls == 2
@@ -83,6 +87,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert build.compiled("gradient", []) == build.compiled("gradient", [])
+    assert compiler.calls == 1
+    build._code.clear()
+    build.compiled("gradient", [])
     assert compiler.calls == 2
 
 
@@ -118,3 +125,24 @@ def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.Monk
         assert launch.load("intra", device, SIZES) is None
     memory.shared_memory_per_block_optin = 101376
     assert launch.load("intra", device, SIZES) is None
+
+
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a thread of its own, a failure left for later; none that is loaded already, and none alone."""
+    device, at_once, seen = torch.device("cuda", 0), threading.Barrier(2), set[str]()
+
+    def compiled(kernel: str, options: list[str]) -> bytes:
+        assert "--gpu-architecture=sm_90a" in options and "-DD=128" in options
+        seen.add(kernel)
+        at_once.wait(timeout=10)
+        raise build.CudaError("not today")
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    monkeypatch.setattr(launch, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    keys = [(kernel, device, (("D", 128),)) for kernel in ("intra", "forward_scan", "gradient")]
+    monkeypatch.setitem(launch._kernels, keys[2], None)
+    launch.compile_together(keys)
+    assert seen == {"intra", "forward_scan"}
+    launch.compile_together(keys[1:])
+    assert len(seen) == 2

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from gdn2.ops.cuda.blocks import to_blocks
-from gdn2.ops.cuda.launch import PROGRAMS, aligned, takes
+from gdn2.ops.cuda.launch import (
+    GRADIENT,
+    GROUP_GRADIENT,
+    GROUPED,
+    PROGRAMS,
+    aligned,
+    takes,
+)
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
@@ -23,14 +30,26 @@ NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
 exact = cache(Exact)
 
 
-@pytest.fixture(scope="session")
-def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    return emulator(tmp_path_factory.mktemp("gradient"), "gradient", ARGUMENTS, BLOCKS=0)
+@pytest.fixture(scope="session", params=[0, 1], ids=["rows", "blocks"])
+def blocks(request: pytest.FixtureRequest) -> int:
+    """Whether what lies between the scans and this is in blocks."""
+    layout: int = request.param
+    return layout
 
 
 @pytest.fixture(scope="session")
-def emulate_blocks(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    return emulator(tmp_path_factory.mktemp("gradient"), "gradient", ARGUMENTS, BLOCKS=1)
+def two_heads(blocks: int) -> Scenario:
+    """Those that kernels differ for."""
+    return replace(MILD, heads=(2, 2, 2, 2)) if blocks else NARROW
+
+
+@pytest.fixture(scope="session")
+def emulate(blocks: int, tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    """One kernel, or another for blocks of heads of 128."""
+    folder = tmp_path_factory.mktemp("gradient")
+    usual = emulator(folder, GRADIENT, ARGUMENTS, BLOCKS=blocks)
+    grouped = emulator(folder, GROUP_GRADIENT, ARGUMENTS + "n", BLOCKS=1)
+    return lambda x: grouped(x) if blocks and x.q.shape[2] == GROUPED else usual(x)
 
 
 class Launched:
@@ -41,14 +60,14 @@ class Launched:
         emulate: Emulate,
         right: Exact,
         extra: int = 0,
-        blocks: bool = False,
     ) -> None:
         self.right = right
         self.x, self.table = self.right.operands(CPU)
         x, table = self.x, self.table
         self.deep = stages.intra(*self.wide(), "ieee").deep
         between = [self.right.give(name, CPU) for name in ("A", "R", "dR", "starts", "ends")]
-        if blocks:
+        kernel = emulate(x)
+        if kernel.macros["BLOCKS"]:
             between[1:] = [to_blocks(t) for t in between[1:]]
         operands = [x.v if t is None else t for t in x[:6]]
         self.found = [torch.full_like(t, torch.nan) for t in operands]
@@ -58,7 +77,11 @@ class Launched:
         self.scores = [torch.full(halves, torch.nan) for _ in range(2)]
         do = self.right.give("do", CPU)
         given = [*operands, do, *per_chunk, *lengths, *self.scores, *self.found]
-        emulate(x)(x.q.shape[1] * (table.start.numel() + extra), given, x.scale)
+        chunks = x.q.shape[1] * (table.start.numel() + extra)
+        programs = (
+            2 if kernel.kernel == GROUP_GRADIENT else chunks
+        )  # each of two goes through several
+        kernel(programs, given, x.scale, chunks)
 
     def wide(self) -> tuple[Operands, stages.Table]:
         """The rounded operands in fp32: the interpreter multiplies no bf16."""
@@ -96,21 +119,8 @@ def test_gradients_are_those_of_the_equations(emulate: Emulate, scenario: Scenar
 
 
 @needs_compiler
-@pytest.mark.parametrize("scenario", [MILD, NARROW], ids=["128", "two heads of 64"])
-def test_blocks_are_read_as_rows_are(
-    emulate: Emulate, emulate_blocks: Emulate, scenario: Scenario
-) -> None:
-    right = exact(scenario, torch.bfloat16)
-    rows, blocks = Launched(emulate, right), Launched(emulate_blocks, right, blocks=True)
-    for a, b in zip(rows.found, blocks.found, strict=True):
-        assert torch.equal(a, b)
-
-
-@needs_compiler
-def test_deep_rows_are_left_to_their_own_kernel(
-    emulate: Emulate,
-) -> None:
-    strong = replace(NARROW, name="strong", strong=True)
+def test_deep_rows_are_left_to_their_own_kernel(emulate: Emulate, two_heads: Scenario) -> None:
+    strong = replace(two_heads, name="strong", strong=True)
     launched = Launched(emulate, exact(strong, torch.bfloat16))
     assert 0 < launched.deep.sum() < launched.deep.numel()
     assert max(launched.errors(launched.found).values()) > TOLERANCE
@@ -121,12 +131,12 @@ def test_deep_rows_are_left_to_their_own_kernel(
 @needs_compiler
 @pytest.mark.parametrize("decay", [0.0, -1.0, -5.0, -20.0, -200.0])
 def test_gradients_for_any_decay(
-    emulate: Emulate, decay: float, monkeypatch: pytest.MonkeyPatch
+    emulate: Emulate, two_heads: Scenario, decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a log-decay gets may be much smaller than what passes beside it."""
 
     change_operands(monkeypatch, lambda x: {**x, "g": torch.full_like(x["g"], decay)})
-    launched = Launched(emulate, Exact(replace(NARROW, name=str(decay)), torch.bfloat16))
+    launched = Launched(emulate, Exact(replace(two_heads, name=str(decay)), torch.bfloat16))
     grads = launched.right.grads
     errors = launched.errors(launched.with_deep_rows())
     visible = [name for name in errors if grads[name[1:]].abs().max() > 1e-30]  # what bf16 holds
@@ -137,18 +147,18 @@ def test_gradients_for_any_decay(
 @needs_compiler
 @pytest.mark.parametrize("strong", [False, True])
 def test_gates_for_all_channels(
-    emulate: Emulate, strong: bool, monkeypatch: pytest.MonkeyPatch
+    emulate: Emulate, two_heads: Scenario, strong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_operands(monkeypatch, lambda x: {**x, **{n: x[n][..., :1].contiguous() for n in "bw"}})
-    right = Exact(replace(NARROW, name="one", strong=strong), torch.bfloat16)
+    right = Exact(replace(two_heads, name="one", strong=strong), torch.bfloat16)
     launched = Launched(emulate, right)
     errors = launched.errors(launched.with_deep_rows())
     assert max(errors.values()) < TOLERANCE, errors
 
 
 @needs_compiler
-def test_chunks_without_tokens_write_nothing(emulate: Emulate) -> None:
-    right = exact(NARROW, torch.bfloat16)
+def test_chunks_without_tokens_write_nothing(emulate: Emulate, two_heads: Scenario) -> None:
+    right = exact(two_heads, torch.bfloat16)
     alone, padded = Launched(emulate, right), Launched(emulate, right, extra=2)
     for a, b in zip(alone.found, padded.found, strict=True):
         assert torch.equal(a, b)

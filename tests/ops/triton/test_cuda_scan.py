@@ -19,9 +19,9 @@ from tests.ops.triton.emulation import Emulated, needs_compiler
 CPU = torch.device("cpu")
 TOLERANCE = 5e-3
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
-ARGUMENTS = {"forward_scan": "vvfvvvfvfvviii", "reverse_scan": "vvfvvvffvviii"}
+ARGUMENTS = {"forward_scan": "vvfvvvfvfiii", "backward_scans": "vvfvvvfvvvffvviii"}
 exact = cache(Exact)
-Compile = Callable[..., Emulated]
+Compile = Callable[[str, int, int], Emulated]
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +29,8 @@ def compile_scan(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     folder: Path = tmp_path_factory.mktemp("scan")
 
     @cache
-    def compiled(kernel: str, heads: int, width: int, **states: int) -> Emulated:
-        return Emulated(folder, kernel, ARGUMENTS[kernel], HEADS=heads, D=width, **states)
+    def compiled(kernel: str, heads: int, width: int) -> Emulated:
+        return Emulated(folder, kernel, ARGUMENTS[kernel], HEADS=heads, D=width)
 
     return compiled
 
@@ -58,41 +58,38 @@ def given(right: Exact, *names: str) -> list[Tensor]:
 CASES = [MILD, NARROW]
 
 
+FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "Y", "U")
+
+
 @needs_compiler
 @pytest.mark.parametrize("scenario", CASES)
-@pytest.mark.parametrize("states", [0, 1])
-def test_forward(compile_scan: Compile, scenario: Scenario, states: int) -> None:
+def test_forward(compile_scan: Compile, scenario: Scenario) -> None:
     right = exact(scenario, torch.bfloat16)
     x, table = right.operands(CPU)
     heads, width = x.q.shape[1:]
-    factors = given(right, "Q_gamma", "K_tail", "gamma_C", "A_qk", "Y", "U")
     state = right.give("state", CPU)
-    if states:
-        found = {name: new(right.give(name, CPU)) for name in ("starts", "R")}
-    else:
-        found = {"o": new(x.v), "final": new(state)}
-    made = [found.get(name) for name in ("o", "final", "starts", "R")]
-    kernel = compile_scan("forward_scan", heads, width, STATES=states)
-    kernel(heads * (width // 64), [*factors, state, *made, table.start, table.length, table.first])
+    found = {"o": new(x.v), "final": new(state)}
+    kernel = compile_scan("forward_scan", heads, width)
+    tensors = [*given(right, *FACTORS), state, *found.values(), *table[1:]]
+    kernel(heads * (width // 64), tensors)
     for name, error in errors(right, found).items():
         assert error < TOLERANCE, name
 
 
 @needs_compiler
 @pytest.mark.parametrize("scenario", CASES)
-def test_reverse(compile_scan: Compile, scenario: Scenario) -> None:
+def test_backward(compile_scan: Compile, scenario: Scenario) -> None:
     right = exact(scenario, torch.bfloat16)
     x, table = right.operands(CPU)
     heads, width = x.q.shape[1:]
-    tensors = given(right, "Q_gamma", "K_tail", "gamma_C", "A_qk", "Y", "do", "d_final")
-    found = {
-        "d_state": new(right.give("state", CPU)),
-        **{name: new(right.give(name, CPU)) for name in ("ends", "dR")},
-    }
-    kernel = compile_scan("reverse_scan", heads, width)
-    kernel(
-        heads * (width // 64), [*tensors, *found.values(), table.start, table.length, table.first]
-    )
+    states = {name: new(right.give(name, CPU)) for name in ("starts", "R")}
+    d_state = {"d_state": new(right.give("state", CPU))}
+    grads = {name: new(right.give(name, CPU)) for name in ("ends", "dR")}
+    found = states | d_state | grads
+    kernel = compile_scan("backward_scans", heads, width)
+    tensors = [*given(right, *FACTORS, "state"), *states.values()]
+    tensors += [*given(right, "do", "d_final"), *d_state.values(), *grads.values(), *table[1:]]
+    kernel(2 * heads * (width // 64), tensors)
     for name, error in errors(right, found).items():
         assert error < TOLERANCE, name
 
@@ -116,7 +113,7 @@ class Packed:
         state = (len(lengths), self.heads, self.width, self.width)
         self.state = draw(*state, dtype=torch.float32)
 
-    def run(self, compile_scan: Compile, kind: str, sequence: int | None = None) -> list[Tensor]:
+    def run(self, compile_scan: Compile, kernel: str, sequence: int | None = None) -> list[Tensor]:
         """Of all sequences, or of one alone."""
         table, tiles, do, state = self.table, self.tiles, self.do, self.state
         if sequence is not None:
@@ -125,22 +122,16 @@ class Packed:
             tiles = {n: t[part].contiguous() for n, t in tiles.items()}
             table = stages.chunk_table(torch.tensor([0, end - begin]), part.stop - part.start, 64)
             do, state = do[begin:end].contiguous(), state[sequence : sequence + 1].contiguous()
-        names = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "Y")
-        given = [tiles[n] for n in names]
-        states = new(tiles["U"].new_empty(*tiles["U"].shape[:2], self.width, self.width))
-        places = (table.start, table.length, table.first)
+        factors, U = [tiles[n] for n in FACTORS], tiles["U"]
+        emulated = compile_scan(kernel, self.heads, self.width)
         programs = state.shape[0] * self.heads
-        if kind == "reverse":
-            made = [new(state), states, new(tiles["U"])]
-            kernel = compile_scan("reverse_scan", self.heads, self.width)
-            kernel(programs, [*given, do, state, *made, *places])
+        if kernel == "forward_scan":
+            made = [new(do), new(state)]
+            emulated(programs, [*factors, state, *made, *table[1:]])
             return made
-        made = [states, new(tiles["U"])] if kind == "states" else [new(do), new(state)]
-        nothing: list[Tensor | None] = [None, None]
-        given.append(tiles["U"])
-        kernel = compile_scan("forward_scan", self.heads, self.width, STATES=int(kind == "states"))
-        both = [*nothing, *made] if kind == "states" else [*made, *nothing]
-        kernel(programs, [*given, state, *both, *places])
+        states = [new(U.new_empty(*U.shape[:2], self.width, self.width)) for _ in range(2)]
+        made = [states[0], new(U), new(state), states[1], new(U)]
+        emulated(2 * programs, [*factors, state, *made[:2], do, state, *made[2:], *table[1:]])
         return made
 
     def part_of(self, made: Tensor, sequence: int) -> Tensor:
@@ -153,13 +144,13 @@ class Packed:
 
 @needs_compiler
 @pytest.mark.parametrize("lengths", [(1, 70, 64), (0, 65, 3)])
-@pytest.mark.parametrize("kind", ["outputs", "states", "reverse"])
-def test_packed_sequences(compile_scan: Compile, lengths: tuple[int, ...], kind: str) -> None:
+@pytest.mark.parametrize("kernel", ARGUMENTS)
+def test_packed_sequences(compile_scan: Compile, lengths: tuple[int, ...], kernel: str) -> None:
     """Each as if it were alone, to the bit; one without tokens keeps its state."""
     packed = Packed(lengths)
-    together = packed.run(compile_scan, kind)
+    together = packed.run(compile_scan, kernel)
     for sequence, length in enumerate(lengths):
-        alone = packed.run(compile_scan, kind, sequence)
+        alone = packed.run(compile_scan, kernel, sequence)
         for a, b in zip(alone, together, strict=True):
             assert not a.isnan().any()
             assert torch.equal(a, packed.part_of(b, sequence))
@@ -172,6 +163,5 @@ def test_packed_sequences(compile_scan: Compile, lengths: tuple[int, ...], kind:
 def test_shared_memory_is_what_the_kernel_says(
     compile_scan: Compile, heads: int, width: int
 ) -> None:
-    assert compile_scan("forward_scan", heads, width, STATES=0).has_said_memory()
-    assert compile_scan("forward_scan", heads, width, STATES=1).has_said_memory()
-    assert compile_scan("reverse_scan", heads, width).has_said_memory()
+    for kernel in ARGUMENTS:
+        assert compile_scan(kernel, heads, width).has_said_memory()
