@@ -10,6 +10,7 @@ from gdn2.bench.operator import PASSES, Result
 Panel = dict[
     str, list[float | None]
 ]  # milliseconds of each backend at every shape; None where it has none
+FLOOR = "bytes that must move"
 
 
 def check_plot(file: Path | None) -> None:
@@ -42,22 +43,29 @@ def plot(results: Sequence[Result], file: Path) -> None:
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     shapes, found = panels(results)
-    figure = Figure(figsize=(1 + 4 * len(found), 4.5), layout="constrained")
+    backends = list(dict.fromkeys(b for panel in found.values() for b in panel if b != "floor"))
+    figure = Figure(figsize=(1 + 4 * len(found), 4.8), layout="constrained")
     for axes, (title, panel) in zip(
         figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
     ):
-        floor = panel.pop("floor")
-        width = 0.8 / len(panel)
-        for i, (backend, times) in enumerate(panel.items()):
+        present = [backend for backend in backends if backend in panel]
+        width = 0.8 / len(present)
+        for i, backend in enumerate(present):
             places = [x - 0.4 + (i + 0.5) * width for x in range(len(shapes))]
-            axes.bar(places, [t or 0.0 for t in times], width, label=backend)
-        for x, t in enumerate(floor):
-            label = "bytes that must move" if x == 0 else None
-            axes.plot([x - 0.4, x + 0.4], [t or 0.0] * 2, color="black", lw=1, label=label)
+            heights = [t or 0.0 for t in panel[backend]]
+            axes.bar(places, heights, width, label=backend, color=f"C{backends.index(backend)}")
+        for x, t in enumerate(panel["floor"]):
+            axes.plot([x - 0.4, x + 0.4], [t or 0.0] * 2, color="black", lw=1, label=FLOOR)
         axes.set_title(title)
         axes.set_ylabel("ms")
         axes.set_xticks(range(len(shapes)), shapes, rotation=20, ha="right", fontsize="small")
-        axes.legend(fontsize="small")
+    # one entry for each name, whichever panels it is in
+    marks = {
+        name: mark
+        for axes in figure.axes
+        for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks))
     plan, gpus = results[0].plan, results[0].machine.gpus
     figure.suptitle(f"{plan.dtype} on {gpus[0].name if gpus else results[0].machine.cpu}")
     figure.savefig(file, dpi=150)
