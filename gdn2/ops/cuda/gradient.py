@@ -1,7 +1,6 @@
 """The gradient stage as one CUDA kernel (`gradient.cu`, `group_gradient.cu`)."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from gdn2.ops.cuda.launch import (
     aligned,
     gradient_of_blocks,
     loaded,
+    multiprocessors,
 )
 from gdn2.ops.operands import Operands
 
@@ -52,8 +52,3 @@ def gradients(
             *scores, *found, x.scale, *numbers,
         )  # fmt: skip
     return found, scores
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -91,6 +91,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; none where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def ready(kernel: str, x: Operands, **also: int) -> bool:
     """Whether a kernel is trusted and there."""
     return trusted(kernel, x.q.device) and loaded(kernel, x, **also) is not None

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from gdn2.ops.cuda.launch import multiprocessors
+
 
 class Launch(NamedTuple):
     """Largest tiles along key and value channels, warps per program, and stages of pipelined loads."""
@@ -89,14 +91,6 @@ def launch(kernel: str, device: torch.device, scan: Scan | None = None) -> Launc
         return _overrides[kernel]
     how = row(kernel, capability(device), scan)
     return how if scan is None else spread(how, scan, multiprocessors(device))
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a device has; none where kernels are interpreted."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def spread(how: Launch, scan: Scan, processors: int) -> Launch:

@@ -78,9 +78,8 @@ class Launched:
         do = self.right.give("do", CPU)
         given = [*operands, do, *per_chunk, *lengths, *self.scores, *self.found]
         chunks = x.q.shape[1] * (table.start.numel() + extra)
-        programs = (
-            2 if kernel.kernel == GROUP_GRADIENT else chunks
-        )  # each of two goes through several
+        # each of two goes through several chunks
+        programs = 2 if kernel.kernel == GROUP_GRADIENT else chunks
         kernel(programs, given, x.scale, chunks)
 
     def wide(self) -> tuple[Operands, stages.Table]:
