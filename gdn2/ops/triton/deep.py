@@ -83,9 +83,12 @@ def deep_scores_kernel(
 @triton.jit
 def deep_half_gradient(
     dX, dK, dg, X, K, g, deep, dM_ptr, square, flipped, rows,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add what flows through the scores of one half's deep rows for one kind of reader, level by level."""
+    """Add what flows through the scores of one half's deep rows for one kind of reader, level by level.
+
+    Nothing is rounded to bf16: where much is forgotten, little but these scores is left of a log-decay's gradient.
+    """
     R: tl.constexpr = rows.shape[0]
     dM = tl.where(deep[:, None], tl.load(dM_ptr + square), 0.0)
     dM_flipped = tl.where(deep[None, :], tl.load(dM_ptr + flipped), 0.0)
@@ -96,11 +99,11 @@ def deep_half_gradient(
         row, column = rows[:, None] // h, rows[None, :] // h
         flipped_quarter = (column == row + 1) & (column % 2 == 1)
         d_row = (
-            product(tl.where(quarter(rows, h), dM, 0.0), K * column_decay, DOT, PRECISION, ACC)
+            product(tl.where(quarter(rows, h), dM, 0.0), K * column_decay, ACC, PRECISION, ACC)
             * row_decay
         )
         d_column = product(
-            tl.where(flipped_quarter, dM_flipped, 0.0), X * row_decay, DOT, PRECISION, ACC
+            tl.where(flipped_quarter, dM_flipped, 0.0), X * row_decay, ACC, PRECISION, ACC
         )
         d_column *= column_decay
         dX += d_row
@@ -121,7 +124,7 @@ def deep_gradient_kernel(
     HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, H: tl.constexpr,
     DK: tl.constexpr, G_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add to dq, dk, dg and db what `gradient_keys_kernel`, or the CUDA kernel, left out. Grid: (M · H, DK / BK).
 
@@ -146,7 +149,7 @@ def deep_gradient_kernel(
             dK = tl.zeros((R, BK), ACC)
             dg = tl.zeros((R, BK), ACC)
             dQ, dK, dg = deep_half_gradient(
-                dQ, dK, dg, Q, K, g, deep, dA_qk_ptr, square, flipped, rows, DOT, PRECISION, ACC
+                dQ, dK, dg, Q, K, g, deep, dA_qk_ptr, square, flipped, rows, PRECISION, ACC
             )
             if B_WIDTH > 0:
                 B = load_rows(b_ptr, start, first + rows, length, i_b, HB, B_WIDTH, cols, True).to(
@@ -165,7 +168,6 @@ def deep_gradient_kernel(
                     square,
                     flipped,
                     rows,
-                    DOT,
                     PRECISION,
                     ACC,
                 )

@@ -429,7 +429,7 @@ def deep_gradient(
     """
     M, DK = table.start.numel(), x.k.shape[2]
     arithmetic = precision(x.q.dtype, "ieee")
-    products = {n: arithmetic[n] for n in ("DOT", "PRECISION", "ACC")}
+    products = {n: arithmetic[n] for n in ("PRECISION", "ACC")}
     over(deep_gradient_kernel, M * x.heads, triton.cdiv(DK, BK))(
         x.q, x.k, x.g, x.b, *scores, deep, *found, table.start, table.length, x.scale,
         **sizes(x), R=table.size // 2, BK=BK, WHOLE=whole, **products, num_warps=4,
