@@ -32,7 +32,7 @@ DEFAULTS = {  # presets, shapes and weights
 }
 WEIGHTS = ("bf16", "fp32")
 TWIN = "fla bf16"
-WARMUP = 2
+WARMUP = {"cpu": 2, "cuda": 10}  # a GPU is slower warm: the first shape would be the fastest
 RECIPE = OptimiserSection(lr=1e-4)  # small enough for steps from the first on
 
 
@@ -239,7 +239,8 @@ class Contest:
         batch = random_batch(shape, self.config.vocab_size, plan.device)
         first = {name: self._first_step(name, batch) for name in names}
         calls = {name: partial(self.trainers[name].step, batch) for name in names}
-        steps = measure_together(calls, plan.device, warmup=WARMUP, seconds=0, least=plan.steps)
+        warmup = WARMUP.get(plan.device.type, 2)
+        steps = measure_together(calls, plan.device, warmup=warmup, seconds=0, least=plan.steps)
         return [self._row(shape, name, steps[name], *first[name]) for name in names]
 
     def _first_step(self, name: str, batch: Batch) -> tuple[float, float]:
