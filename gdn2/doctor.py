@@ -106,6 +106,7 @@ def parts(device: torch.device) -> tuple[Part, ...]:
         kernel_part("products of single rows", device, ("matvec",)),
         kernel_part("gates and activations of inference", device, ("delta_inputs", "swiglu")),
         Part("attention", "flex, sdpa" if cuda else "sdpa", flex if cuda else "flex needs CUDA"),
+        kernel_part("windows of attention", device, ("window",)),
         kernel_part("gradients of the loss", device, ("cross_entropy",)),
         kernel_part("log-decays", device, ("log_decay",)),
         kernel_part("steps of AdamW", device, ("adamw",)),

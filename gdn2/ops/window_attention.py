@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+
+from gdn2.ops.backends import why_not
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,12 +25,12 @@ def is_whole(length: int, window: int | None) -> bool:
 
 
 def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Whether the blocks are whole, the kernels take such heads, and on a GPU what is around them will be fused."""
+    """Whether the blocks are whole, and kernels take such heads."""
     if not is_whole(q.shape[1], window) or q.shape[2] != k.shape[2]:
         return False
     if q.is_cuda:
         known = q.dtype in HALVES and q.shape[3] in (64, 128)
-        return known and is_compiling() and _is_hopper()
+        return known and _is_hopper() and why_not("triton", q.device, q.dtype, ("window",)) is None
     return q.device.type == "cpu"
 
 
@@ -41,67 +42,85 @@ def _is_hopper() -> bool:
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Return attention of q, k and v [batch, length, heads, d], where the window divides the length."""
-    y: Tensor = _WindowAttention.apply(q, k, v, window, scale)  # type: ignore[no-untyped-call]
+    y: Tensor = _attend(q, k, v, window, scale)[0]
     return y
 
 
-class _WindowAttention(torch.autograd.Function):
-    """Inside, tensors are [batch, blocks, heads, window, d], logarithms of normalisers without the d."""
+# Operators of their own, opaque to compilers: these would keep the turned tensors for the backward, up to 5 % of all
+# memory of training, since they never compute anew what a kernel needs in memory.
+@torch.library.custom_op("gdn2::window_attention", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Output, and logarithms of the normalisers [batch, blocks, heads, window].
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-        blocks = _blocks(q, window), _blocks(k, window), _blocks(v, window)
-        own, own_log = _causal(*blocks, scale)
-        before, before_log = _causal(*_upper(*blocks), scale)
-        before, before_log = _turned(before), _turned(before_log.unsqueeze(-1)).squeeze(-1)
-        sees = torch.arange(window, device=q.device) < window - 1
-        before_log = torch.where(sees, before_log, -torch.inf)
-        log = torch.logaddexp(own_log[:, 1:], before_log)
-        joined = own[:, 1:] * (own_log[:, 1:] - log).exp().unsqueeze(-1)
-        joined = joined + before * (before_log - log).exp().unsqueeze(-1)
-        y = _rows(torch.cat([own[:, :1], joined.to(q.dtype)], 1))
-        log = torch.cat([own_log[:, :1], log], 1)
-        ctx.save_for_backward(q, k, v, y, log)
-        ctx.window, ctx.scale = window, scale
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, log = ctx.saved_tensors
-        q, k, v, y, dy = (_blocks(x, ctx.window) for x in (*saved, dy))
-        own = _causal_backward(dy, q, k, v, y, log, ctx.scale)
-        dq, dk, dv = _upper_backward(dy, q, k, v, y, log, ctx.scale)
-        return (
-            _rows(torch.cat([own[0][:, :1], own[0][:, 1:] + _turned(dq)], 1)),
-            _rows(torch.cat([own[1][:, :-1] + dk.flip(-2), own[1][:, -1:]], 1)),
-            _rows(torch.cat([own[2][:, :-1] + dv.flip(-2), own[2][:, -1:]], 1)),
-            None,
-            None,
-        )
+    Inside, tensors are [batch, blocks, window, heads, d].
+    """
+    q, k, v = (x.unflatten(1, (-1, window)) for x in (q, k, v))
+    y, log = _causal(q, k, v, scale)
+    before, before_log = _causal(*_upper(q, k, v), scale)
+    _join(y[:, 1:], log[:, 1:], before, before_log)
+    return y.flatten(1, 2), log
 
 
-def _blocks(x: Tensor, window: int) -> Tensor:
-    return x.unflatten(1, (-1, window)).transpose(2, 3)
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    log = q.new_empty(batch, length // window, heads, window, dtype=dtype)
+    return q.new_empty(q.shape), log
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.transpose(2, 3).flatten(1, 2)
+@torch.library.custom_op("gdn2::window_attention_backward", mutates_args=())
+def _differentiate(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    window = log.shape[-1]
+    dy, q, k, v, y = (x.unflatten(1, (-1, window)) for x in (dy, q, k, v, y))
+    dq, dk, dv = _causal_backward(dy, q, k, v, y, log, scale)
+    back = torch.arange(window - 2, -2, -1, device=q.device) % window
+    upper_log = log[:, 1:].index_select(-1, back)
+    upper_dy, upper_y = (_turned(x[:, 1:], keys=False) for x in (dy, y))
+    upper_dy[:, :, -1], upper_log[..., -1] = 0, UNSEEN
+    upper = _causal_backward(upper_dy, *_upper(q, k, v), upper_y, upper_log, scale)
+    _add_turned(dq[:, 1:], upper[0], keys=False)
+    _add_turned(dk[:, :-1], upper[1], keys=True)
+    _add_turned(dv[:, :-1], upper[2], keys=True)
+    return dq.flatten(1, 2), dk.flatten(1, 2), dv.flatten(1, 2)
 
 
-def _turned(x: Tensor) -> Tensor:
-    """All rows of a block but the last read backwards; twice is nothing."""
-    return x.flip(-2).roll(-1, -2)
+@_differentiate.register_fake
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, _window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, _d_log: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 5
+    return *_differentiate(dy, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
 
 
 def _upper(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and the block before each, such that what they see of it is a lower triangle."""
-    return _turned(q[:, 1:]), k[:, :-1].flip(-2), v[:, :-1].flip(-2)
+    k, v = (_turned(x[:, :-1], keys=True) for x in (k, v))
+    return _turned(q[:, 1:], keys=False), k, v
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within each block, and the logarithms of its normalisers."""
-    shape = q.shape
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    blocks = q.shape[:2]
+    q, k, v = (x.flatten(0, 1).transpose(1, 2) for x in (q, k, v))
     if q.is_cuda:
         found = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, is_causal=True, scale=scale
@@ -110,14 +129,15 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
         found = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=True, scale=scale
         )
-    return found[0].unflatten(0, shape[:2]), found[1].reshape(shape[:-1])
+    log = found[1].reshape(*blocks, *q.shape[1:3])
+    return _by_rows(found[0], blocks), log
 
 
 def _causal_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
 ) -> list[Tensor]:
     blocks = q.shape[:2]
-    dy, q, k, v, y = (x.flatten(0, 1) for x in (dy, q, k, v, y))
+    dy, q, k, v, y = (x.flatten(0, 1).transpose(1, 2) for x in (dy, q, k, v, y))
     log = log.flatten(0, 1)
     if q.is_cuda:
         length, seed = q.shape[2], torch.zeros((), dtype=torch.int64, device=q.device)
@@ -129,40 +149,50 @@ def _causal_backward(
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q, k, v, y, log, 0.0, True, scale=scale
         )
-    return [x.unflatten(0, blocks) for x in found]
+    return [_by_rows(x, blocks) for x in found]
 
 
-# An operator of its own: in the open, a compiler would keep the forward's turned tensors for the backward, up to 5 % of
-# all memory of training, since it never computes anew what a kernel needs in memory.
-@torch.library.custom_op("gdn2::window_upper_backward", mutates_args=())
-def _upper_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through the upper triangles, turned as `_upper` turns its operands."""
-    window = q.shape[-2]
-    dy, q, k, v, y, log = dy[:, 1:], q[:, 1:], k[:, :-1], v[:, :-1], y[:, 1:], log[:, 1:]
-    back = torch.arange(window - 1, -1, -1, device=q.device)
-    turn = back.roll(-1)
-    dy, q, y = (_select(x, turn) for x in (dy, q, y))
-    k, v = _select(k, back), _select(v, back)
-    log = log.index_select(-1, turn)
-    dy[..., -1, :], log[..., -1] = 0, UNSEEN
-    dq, dk, dv = (x.contiguous() for x in _causal_backward(dy, q, k, v, y, log, scale))
-    return dq, dk, dv
+def _by_rows(x: Tensor, blocks: torch.Size) -> Tensor:
+    """From [batch · blocks, heads, window, d], where kernels leave rows as they found them."""
+    return x.transpose(1, 2).contiguous().unflatten(0, blocks)
 
 
-def _select(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of blocks; by 16 bytes at once where they lie so, since a GPU copies number by number."""
-    whole = 16 // x.element_size()
-    places = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    if x.stride(-1) != 1 or any(place % whole for place in places):
-        return x.index_select(-2, rows)
-    return x.view(torch.complex128).index_select(-2, rows).view(x.dtype)
+def _turned(x: Tensor, keys: bool) -> Tensor:
+    """Each block's rows read backwards; of queries all but the last."""
+    if x.is_cuda:
+        from gdn2.ops.triton import window  # noqa: PLC0415 (optional dependency)
+
+        y = x.new_empty(x.shape)
+        with torch.cuda.device_of(x):  # a launch goes to the current device
+            window.turn(x, y, keys, add=False)
+        return y
+    x = x.flip(2)
+    return x if keys else x.roll(-1, 2)
 
 
-@_upper_backward.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    new = [x.new_empty(x.shape) for x in (q[:, 1:], k[:, 1:], v[:, 1:])]
-    return new[0], new[1], new[2]
+def _add_turned(to: Tensor, x: Tensor, keys: bool) -> None:
+    """Add x, turned, in place."""
+    if x.is_cuda:
+        from gdn2.ops.triton import window  # noqa: PLC0415 (optional dependency)
+
+        with torch.cuda.device_of(x):
+            window.turn(x, to, keys, add=True)
+    else:
+        to += _turned(x, keys)
+
+
+def _join(own: Tensor, own_log: Tensor, before: Tensor, before_log: Tensor) -> None:
+    """Weigh both results by their normalisers, in the place of the first."""
+    if own.is_cuda:
+        from gdn2.ops.triton import window  # noqa: PLC0415 (optional dependency)
+
+        with torch.cuda.device_of(own):
+            return window.join(own, own_log, before, before_log)
+    rows = own_log.shape[-1]
+    before_log = before_log.flip(-1).roll(-1, -1)
+    before_log = torch.where(torch.arange(rows) < rows - 1, before_log, -torch.inf)
+    log = torch.logaddexp(own_log, before_log)
+    weights = ((x - log).exp().mT.unsqueeze(-1) for x in (own_log, before_log))
+    own.copy_(own * next(weights) + _turned(before, keys=False) * next(weights))
+    own_log.copy_(log)
+    return None

@@ -49,6 +49,7 @@ from gdn2.ops.triton.companions import (
     check_norm,
     check_step,
     check_swiglu,
+    check_window,
 )
 from gdn2.ops.triton.pipeline import contiguous, dense_table
 from gdn2.ops.triton.stages import Factors, Table
@@ -294,6 +295,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "swiglu": check_swiglu,
     "matvec": check_matvec,
     "cross_entropy": check_cross_entropy,
+    "window": check_window,
     "log_decay": check_log_decay,
     "adamw": check_adamw,
     # where these are wrong or cannot run, the stages' kernels are used

@@ -14,7 +14,7 @@ from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import add_normalize_backward, normalize
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
-from gdn2.ops.triton import norm
+from gdn2.ops.triton import norm, window
 from gdn2.ops.triton.adamw import BLOCK as ADAMW_BLOCK
 from gdn2.ops.triton.adamw import adamw
 from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
@@ -231,6 +231,30 @@ def check_log_decay(device: torch.device, dtype: torch.dtype) -> Pairs:
         return [log_decay(x, bias, log_rate)]
 
     return compare(kernel, twin, draw(shapes, dtype), ("g",), device)
+
+
+def check_window(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Rows of blocks turned, those of another tensor added to, and results joined, in the place of parts of others."""
+    shape, logs = (2, 3, 40, 2, 64), (2, 3, 2, 40)
+    own, before = draw({"own": shape, "before": (2, 2, *shape[2:])}, dtype).values()
+    own_log, before_log = draw({"own": logs, "before": (2, 2, *logs[2:])}, torch.float32).values()
+    found: Pairs = {}
+    for name, keys in (("queries", False), ("keys", True)):
+        y, sums = own[:, 1:].to(device, copy=True), own.to(device, copy=True)
+        window.turn(before.to(device), y, keys, add=False)
+        window.turn(before.to(device), sums[:, :-1], keys, add=True)
+        right = before.double().flip(2)
+        right = right if keys else right.roll(-1, 2)
+        found[f"{name} turned"] = (y, right)
+        found[f"{name} added"] = (sums[:, :-1], own[:, :-1].double() + right)
+    y, log = own.to(device, copy=True), own_log.to(device, copy=True)
+    window.join(y[:, 1:], log[:, 1:], before.to(device), before_log.to(device))
+    later = before_log.double().flip(-1).roll(-1, -1)
+    later[..., -1] = -torch.inf
+    total = torch.logaddexp(own_log[:, 1:].double(), later)
+    weights = [(x - total).exp().mT.unsqueeze(-1) for x in (own_log[:, 1:].double(), later)]
+    right = own[:, 1:].double() * weights[0] + before.double().flip(2).roll(-1, 2) * weights[1]
+    return found | {"joined": (y[:, 1:], right), "normalisers": (log[:, 1:], total)}
 
 
 def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -38,6 +38,7 @@ from gdn2.ops.triton import (
     stages,
     step,
     swiglu,
+    window,
 )
 from gdn2.ops.triton.launch import ARCHITECTURES, DEFAULT, KIB, Launch, Scan, overriding, row
 from tests.ops.cases import Case, operands
@@ -55,6 +56,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "swiglu": (swiglu, "swiglu"),
     "matvec": (matvec, "matvec"),
     "cross_entropy": (cross_entropy, "cross_entropy"),
+    "window": (window, "turn", "join"),
     "log_decay": (log_decay, "log_decay", "log_decay_gradient"),
     "adamw": (adamw, "adamw"),
 }
