@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
@@ -18,7 +17,7 @@ from gdn2.ops.arguments import require
 from gdn2.ops.flex import causal_block_mask, flex_spares_a_mask
 from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
-from gdn2.ops.window_attention import is_whole
+from gdn2.ops.window_attention import is_whole, on_hopper
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -133,7 +132,7 @@ class Layout:
         packed = self.cu_seqlens is not None
         if device.type != "cuda" or not flex_spares_a_mask(self.length, window, packed):
             return None
-        if is_compiling() and not packed and is_whole(self.length, window):
+        if not packed and is_whole(self.length, window) and on_hopper():
             return None  # two triangles need none; where they do not fit, each layer makes its own
         key = ("block_mask", window)
         if key not in self._shared:

@@ -30,12 +30,12 @@ def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
         return False
     if q.is_cuda:
         known = q.dtype in HALVES and q.shape[3] in (64, 128)
-        return known and _is_hopper() and why_not("triton", q.device, q.dtype, ("window",)) is None
+        return known and on_hopper() and why_not("triton", q.device, q.dtype, ("window",)) is None
     return q.device.type == "cpu"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_hopper() -> bool:
+def on_hopper() -> bool:
     """Whether cuDNN is there, on the GPUs where it was measured, or newer ones."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)
 
