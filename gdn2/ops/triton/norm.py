@@ -16,9 +16,11 @@ from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 # rows of 2304 takes 93 µs, and with what is passed on 118; 4 warps 79 and 119, and with tiles of 8192 87 and 109.
 TILE = 4096
 MOST_ROWS = 64
-# Programs of the backward, each with a partial sum of the weight's gradient; more tiles than that are looped over.
+# Programs of the backward, each with a partial sum of the weight's gradient; more tiles than that are looped over, so
+# many of them on the way at once (not measured yet) where no more bytes wait than all GPUs have room for.
 PROGRAMS = 1024
-
+STAGES = 3
+ROOM = 64 << 10
 
 # Elements in all up to which rows are spread over as many programs as there are rows.
 SMALL = 1 << 16
@@ -29,6 +31,12 @@ def warps(how: dict[str, Any]) -> int:
     if how["ROWS"] == 1:
         return min(16, max(1, how["COLS"] // 512))
     return 4
+
+
+def stages(how: dict[str, Any], *operands: Tensor | None) -> int:
+    """Of the backward's loop."""
+    waiting = how["ROWS"] * how["COLS"] * sum(x.element_size() for x in operands if x is not None)
+    return STAGES if waiting * (STAGES - 1) <= ROOM else 1
 
 
 @triton.jit
@@ -93,7 +101,7 @@ def rms_norm_gradient_kernel(
     dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, passed_ptr, dx_ptr, d_gate_ptr, partial_ptr,
     count, tiles, dy_stride, x_stride, gate_stride, passed_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr,
+    SILU: tl.constexpr, GATE_FIRST: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and gate for `tiles` tiles of rows, and of the weight summed over them.
 
@@ -105,12 +113,14 @@ def rms_norm_gradient_kernel(
     sums = tl.zeros((COLS,), ACC)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=known, other=0.0).to(ACC)[None, :]
-    for i_tile in range(tiles):
+    for i_tile in tl.range(tiles, num_stages=STAGES):
         rows = (tl.program_id(0) * tiles + i_tile) * ROWS + tl.arange(0, ROWS)
         inside = (rows < count)[:, None] & known[None, :]
         rstd = tl.load(rstd_ptr + rows, mask=rows < count, other=0.0)[:, None]
         x = load_tile(x_ptr, rows, cols, inside, x_stride, ACC)
         dn = load_tile(dy_ptr, rows, cols, inside, dy_stride, ACC)
+        if passed_ptr is not None:
+            passed = load_tile(passed_ptr, rows, cols, inside, passed_stride, ACC)
         n = x * rstd
         if gate_ptr is not None:
             gate = load_tile(gate_ptr, rows, cols, inside, gate_stride, ACC)
@@ -132,7 +142,7 @@ def rms_norm_gradient_kernel(
                 d_gain *= weight
             store_tile(d_gate_ptr, d_gain * slope, rows, cols, inside, WIDTH)
         if passed_ptr is not None:
-            dx += load_tile(passed_ptr, rows, cols, inside, passed_stride, ACC)
+            dx += passed
         store_tile(dx_ptr, dx, rows, cols, inside, WIDTH)
     if weight_ptr is not None:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + cols, sums, mask=known)
@@ -209,5 +219,6 @@ def backward(
         d_gate, partial, rows.shape[0], tiles, dys.stride(0), rows.stride(0),
         *(0 if t is None else t.stride(0) for t in (gates, others)),
         **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how),
+        STAGES=stages(how, dys, rows, gates, others),
     )  # fmt: skip
     return dx, d_gate, None if partial is None else partial.sum(0).to(weight.dtype)
