@@ -1,9 +1,12 @@
-"""Linear maps of one input as one product, for inference.
+"""Linear maps of one input: as one product for inference, with one gradient of the input for training.
 
 A product with few rows reads every weight once and computes little: its time is that of reading. Small matrices are
 read by one core of a CPU or by a part of a GPU, a large one by all; and each product of its own is one more to start.
 So weights of maps that take the same input are laid side by side in one block of memory, of which each parameter is a
 part, and the block is multiplied at once.
+
+In training on a GPU each map would leave a gradient of the input, to be added up by kernels that only read and write;
+there the products of the backward add to one another (`gdn2.ops.maps`).
 """
 
 from collections.abc import Sequence
@@ -12,14 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from gdn2.ops.linear import linear
+from gdn2.ops.maps import maps as together
 
 
 def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
     """What each of the maps makes of x: one product where gradients are not needed and their weights lie side by side.
 
-    On a CPU only of a single row: there its block is laid out for that.
+    On a CPU only of a single row: there its block is laid out for that. With gradients those of x add to one another.
     """
-    if not torch.is_grad_enabled() and (x.is_cuda or x.numel() == x.shape[-1]):
+    if torch.is_grad_enabled():
+        if _adds_gradients(x) and _are_alike(x, maps):
+            return together(x, [map_.weight for map_ in maps])
+    elif x.is_cuda or x.numel() == x.shape[-1]:
         block = _block(maps)
         if block is not None:
             return linear(x, block).split([map_.out_features for map_ in maps], -1)
@@ -56,13 +63,28 @@ def lay_side_by_side(root: nn.Module) -> None:
             weight.data = part
 
 
+def _adds_gradients(x: Tensor) -> bool:
+    """Whether gradients of x are better added by products than by kernels that wait for memory: on a GPU."""
+    return x.is_cuda
+
+
+def _are_alike(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
+    """Whether there are several maps, and each is but a product with a dense weight in the dtype of x."""
+    if len(maps) < 2 or torch.is_autocast_enabled(x.device.type):
+        return False
+    return all(
+        _is_product(m) and type(m.weight) is nn.Parameter and m.weight.dtype == x.dtype
+        for m in maps
+    )
+
+
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     """The weight [all outputs, inputs] whose parts are the maps' weights, in this order, if there is one.
 
     Found by where they lie, at each call: a weight that was given other memory has left its block. A map with a bias or
     hooks, or of another class, such as an adapter, is more than its weight.
     """
-    if not all(_is_plain(map_) and map_._parameters["bias"] is None for map_ in maps):
+    if not all(_is_product(map_) for map_ in maps):
         return None
     first: Tensor = maps[0].weight
     strides, dtype, outputs = first.stride(), first.dtype, 0
@@ -82,7 +104,12 @@ def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     return first.as_strided((outputs, first.shape[1]), first.stride())
 
 
+def _is_product(map_: nn.Module) -> bool:
+    return _is_plain(map_) and map_._parameters["bias"] is None
+
+
 def _is_plain(map_: nn.Module) -> bool:
     """Whether calling the map would do nothing but multiply by its weight: no other class, no hooks."""
     hooks = map_._forward_hooks or map_._forward_pre_hooks or "forward" in map_.__dict__
+    hooks = hooks or map_._backward_hooks or map_._backward_pre_hooks
     return type(map_) is nn.Linear and not hooks

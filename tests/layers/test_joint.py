@@ -1,14 +1,20 @@
 """Maps of one input give the same, joined or not, and nobody's change to one of them is overlooked."""
 
+import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
+from gdn2.layers import joint as module
 from gdn2.layers.joint import joint, lay_side_by_side, single
+from gdn2.layers.mlp import SwiGLU
 from tests.closeness import assert_close
-from tests.models.cases import make, tokens
+from tests.layers.cases import MIXERS
+from tests.models.cases import config, make, tokens
 
 EXACT = 1e-12
 
@@ -118,3 +124,167 @@ def test_a_model_laid_out_for_steps_computes_the_same() -> None:
         for t in range(4, 9):
             logits = model(ids[:, t : t + 1], state, inplace=True).logits
             assert_close(f"token {t}", logits[:, 0], expected[:, t], 1e-10)
+
+
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products add gradients to one another here as on a GPU."""
+    monkeypatch.setattr(module, "_adds_gradients", lambda x: True)
+
+
+def adds(three: Three, x: Tensor) -> bool:
+    """Whether one sum is the gradient of x."""
+    first, second, _ = joint(x, *three.joint_maps)
+    return first.grad_fn is not None and first.grad_fn is second.grad_fn
+
+
+def test_gradients_add_to_one_another_on_a_gpu_only() -> None:
+    assert not adds(Three(), row(2, 3))
+
+
+def ones(three: Three) -> list[Tensor]:
+    return [torch.ones(2, 3, len(map_.weight), dtype=torch.float64) for map_ in three.joint_maps]
+
+
+@pytest.mark.usefixtures("adding")
+def test_gradients_that_add_to_one_another_are_the_same() -> None:
+    three, x = Three(), row(2, 3).requires_grad_()
+    assert adds(three, x)
+    inputs = [x, *(map_.weight for map_ in three.joint_maps)]
+    found = torch.autograd.grad(joint(x, *three.joint_maps), inputs, ones(three))
+    apart = [map_(x) for map_ in three.joint_maps]
+    for actual, other in zip(found, torch.autograd.grad(apart, inputs, ones(three)), strict=True):
+        assert_close("gradient", actual, other, EXACT)
+
+
+@pytest.mark.usefixtures("adding")
+def test_without_gradients_nothing_adds() -> None:
+    with torch.no_grad():
+        assert not adds(Three(), row(2, 3))
+
+
+@pytest.mark.usefixtures("adding")
+def test_a_map_by_itself_is_called() -> None:
+    (y,) = joint(row(2, 3), Three().a)
+    assert y.grad_fn is not None
+    assert "Maps" not in y.grad_fn.name()
+
+
+class Doubled(Tensor):
+    """A weight that is not what lies in memory, as a quantised or a distributed one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return 2 * result if function is nn.functional.linear else result
+
+
+def nothing(*_: object) -> None:
+    """A hook that changes nothing."""
+
+
+@pytest.mark.usefixtures("adding")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda three: three.b.register_forward_hook(nothing),
+        lambda three: three.b.register_forward_pre_hook(nothing),
+        lambda three: three.b.register_full_backward_hook(nothing),
+        lambda three: three.b.register_full_backward_pre_hook(nothing),
+        lambda three: setattr(three, "b", nn.Linear(5, 4).double()),
+        lambda three: setattr(three, "b", Adapted(5, 4, bias=False).double()),
+        lambda three: setattr(three.b, "forward", lambda x: x @ three.b.weight.t()),
+        lambda three: setattr(
+            three.b, "weight", nn.Parameter(three.b.weight.detach().as_subclass(Doubled))
+        ),
+    ],
+    ids=[
+        *("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"),
+        *("bias", "other class", "other forward", "other weight"),
+    ],
+)
+def test_what_is_more_than_a_product_is_called(change: Callable[[Three], object]) -> None:
+    three = Three()
+    change(three)
+    assert not adds(three, row(2, 3))
+    for y, map_ in zip(joint(row(2, 3), *three.joint_maps), three.joint_maps, strict=True):
+        assert torch.equal(y, map_(row(2, 3)))
+
+
+@pytest.mark.usefixtures("adding")
+def test_backward_hooks_are_called() -> None:
+    three, seen = Three(), []
+    three.b.register_full_backward_hook(lambda *given: seen.append(given))
+    x = row(2, 3).requires_grad_()
+    torch.autograd.backward(joint(x, *three.joint_maps), ones(three))
+    assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("adding")
+def test_autocast_and_other_dtypes_are_left_to_torch() -> None:
+    three, x = Three().float(), row(2, 3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not adds(three, x)
+        assert joint(x, *three.joint_maps)[0].dtype == torch.bfloat16
+    assert adds(three, x)
+    three.b.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        joint(x, *three.joint_maps)
+    assert not module._are_alike(x, three.joint_maps)
+
+
+def sums(backward: Callable[[], object]) -> bool:
+    """Whether a backward makes gradients of inputs by products that add."""
+    with torch.autograd.profiler.profile(use_kineto=True) as profile:
+        backward()
+    return any(event.name == "gdn2::input_gradient" for event in profile.function_events)
+
+
+@pytest.mark.usefixtures("adding")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(
+                shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
+            ),
+        ),
+    ],
+)
+def test_a_layer_compiles_to_one_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    layer = SwiGLU(5, 7).double()
+    x = row(2, 3).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x, x).square().sum(), inputs)
+    with fresh_cache():
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        assert sums(compiled(x, x).square().sum().backward)
+    for actual, other in zip((t.grad for t in inputs), expected, strict=True):
+        assert actual is not None
+        assert_close("gradient", actual, other, EXACT)
+
+
+@pytest.mark.parametrize(("other", "checkpointed"), [("attention", False), ("kda", True)])
+def test_blocks_compile_to_one_graph_each(
+    other: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    model, ids = make(config(MIXERS["gdn2"], MIXERS[other])), tokens(2, 9)
+    model(ids, targets=ids).loss.backward()
+    expected: dict[str, Any] = {name: x.grad for name, x in model.named_parameters()}
+    model.zero_grad()
+    model.checkpoint_blocks(checkpointed)
+    monkeypatch.setattr(module, "_adds_gradients", lambda x: True)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    loss = model(ids, targets=ids).loss
+    assert loss is not None
+    assert sums(loss.backward)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_close(name, parameter.grad, expected[name], 1e-10)

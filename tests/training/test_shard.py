@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gdn2.layers import joint
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
+from gdn2.ops.maps import maps
 from gdn2.training.shard import accumulate, build_model, full_weights, gradient_norm, whole_model
 from gdn2.training.world import World
 from tests.models.cases import EVERYTHING, tokens
@@ -120,6 +122,23 @@ def test_bf16_compute_follows_the_curve(results: Results, single: Single) -> Non
 def test_checkpointed_blocks_change_nothing() -> None:
     with alone() as world:
         assert mixed(world, checkpoint_blocks=True) == mixed(world)
+
+
+def test_gradients_that_products_add_follow_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    taken: list[int] = []
+
+    def counted(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        taken.append(len(weights))
+        return maps(x, weights)
+
+    with alone() as world:
+        expected, _ = mixed(world)
+        monkeypatch.setattr(joint, "_adds_gradients", lambda x: True)
+        monkeypatch.setattr(joint, "together", counted)
+        curve, _ = mixed(world, checkpoint_blocks=True)
+    assert taken
+    assert curve == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.slow
