@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 
 from gdn2.ops.linear import linear
 from gdn2.ops.maps import maps as together
@@ -69,13 +70,16 @@ def _adds_gradients(x: Tensor) -> bool:
 
 
 def _are_alike(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
-    """Whether there are several maps, and each is but a product with a dense weight in the dtype of x."""
-    if len(maps) < 2 or torch.is_autocast_enabled(x.device.type):
+    """Whether there are several maps that only multiply."""
+    return len(maps) > 1 and all(multiplies(map_, x) for map_ in maps)
+
+
+def multiplies(map_: nn.Linear, x: Tensor) -> bool:
+    """Whether the map of x is a product with a dense weight in the dtype of x and nothing else, on the way back too."""
+    device, weight = x.device.type, map_.weight
+    if is_autocast_available(device) and torch.is_autocast_enabled(device):
         return False
-    return all(
-        _is_product(m) and type(m.weight) is nn.Parameter and m.weight.dtype == x.dtype
-        for m in maps
-    )
+    return _is_product(map_) and type(weight) is nn.Parameter and weight.dtype == x.dtype
 
 
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:

@@ -1,9 +1,10 @@
 """The MLP of a block."""
 
+import torch
 from torch import Tensor, nn
 
-from gdn2.layers.joint import joint, single
-from gdn2.ops.swiglu import swiglu
+from gdn2.layers.joint import joint, multiplies, single
+from gdn2.ops.swiglu import swiglu, swiglu_linear
 
 
 class SwiGLU(nn.Module):
@@ -22,4 +23,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """What the MLP makes of x, added to the residual."""
         gate, up = joint(x, self.gate_proj, self.up_proj)
+        if torch.is_grad_enabled() and multiplies(self.down_proj, gate):
+            return residual + swiglu_linear(gate, up, self.down_proj.weight)
         return single(self.down_proj, swiglu(gate, up), residual)

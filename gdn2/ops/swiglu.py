@@ -1,8 +1,10 @@
-"""The activation of the MLP."""
+"""The activation of the MLP, and the map that follows it."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from gdn2.ops.backends import why_not
 
@@ -11,8 +13,61 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) ⊙ up, rounded once where a kernel computes it, which has no gradients."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         spaced = gate.stride(-1) == up.stride(-1) == 1 and gate.numel() > 0
-        if spaced and why_not("triton", gate.device, gate.dtype, ("swiglu",)) is None:
-            from gdn2.ops.triton import swiglu as kernel  # noqa: PLC0415 (optional dependency)
+        if spaced and _kernels_take(gate):
+            from gdn2.ops.triton import swiglu as kernels  # noqa: PLC0415 (optional dependency)
 
-            return kernel.swiglu(gate, up)
+            return kernels.swiglu(gate, up)
     return silu(gate) * up
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """(SiLU(gate) ⊙ up) weightᵀ for training: the product in brackets is not kept for the backward but made again.
+
+    All three have one dtype.
+    """
+    y: Tensor = _SwigluLinear.apply(gate, up, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return linear(swiglu(gate, up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight = ctx.needs_input_grad
+        if needs_gate or needs_up:
+            d_gate, d_up, h = swiglu_backward(gate, up, dy @ weight)
+        else:
+            d_gate, d_up, h = None, None, swiglu(gate, up)
+        d_weight = dy.flatten(0, -2).T @ h.flatten(0, -2) if needs_weight else None
+        return d_gate, d_up, d_weight
+
+
+# An operator of its own: in the open a compiler would find h equal to the forward's, and keep that.
+@torch.library.custom_op("gdn2::swiglu_backward", mutates_args=())
+def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up from that of h = SiLU(gate) ⊙ up, and h itself; each is rounded once."""
+    if gate.numel() > 0 and _kernels_take(gate):
+        from gdn2.ops.triton import swiglu as kernels  # noqa: PLC0415 (optional dependency)
+
+        return kernels.swiglu_gradient(gate, up, dh)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    x, u, d = (t.to(wide) for t in (gate, up, dh))
+    y = silu(x)
+    d_gate = torch.ops.aten.silu_backward(d * u, x)
+    d_gate, d_up, h = (t.to(gate.dtype).contiguous() for t in (d_gate, d * y, y * u))
+    return d_gate, d_up, h
+
+
+@swiglu_backward.register_fake
+def _(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_gate, d_up, h = (gate.new_empty(gate.shape) for _ in range(3))
+    return d_gate, d_up, h
+
+
+def _kernels_take(x: Tensor) -> bool:
+    return why_not("triton", x.device, x.dtype, ("swiglu",)) is None

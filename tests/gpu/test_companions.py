@@ -1,4 +1,4 @@
-"""Short convolution and RMS normalisation by compiled kernels on a GPU, against their torch twins in fp64."""
+"""Short convolution, RMS normalisation and activation by compiled kernels on a GPU, against their twins in fp64."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gdn2.layers.mlp import SwiGLU
 from gdn2.ops import conv, conv_op, norm, norm_op
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.norm import gated_rms_norm, rms_norm
 from gdn2.ops.packing import check_cu_seqlens
+from gdn2.ops.swiglu import swiglu_linear
 from tests.closeness import assert_close, relative_error
 
 COMPILED = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -172,6 +174,34 @@ each_norm = pytest.mark.parametrize("name", NORMS)
 def test_norms(name: str, dtype: torch.dtype) -> None:
     call, shapes = NORMS[name]
     check(call, draw(shapes, dtype))
+
+
+def activated(x: Tensor, up: Tensor, weight: Tensor) -> list[Tensor]:
+    return [swiglu_linear(x, up, weight)]
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [384, 333])
+def test_the_map_of_an_activation(width: int, dtype: torch.dtype) -> None:
+    shape = (2, 100, width)
+    check(activated, draw({"x": shape, "up": shape, "weight": (256, width)}, dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_mlp_does_not_keep_its_activation(compiled: bool) -> None:
+    """But gate and up, and its small result."""
+    torch._dynamo.reset()
+    width, inner, tokens = 256, 4096, 4096
+    made = SwiGLU(width, inner).cuda().bfloat16()
+    call: Any = torch.compile(made, fullgraph=True) if compiled else made
+    (x,) = draw({"x": (1, tokens, width)}, torch.bfloat16).values()
+    x.requires_grad_()
+    call(x, x).sum().backward()
+    before = torch.cuda.memory_allocated()
+    y = call(x, x)
+    kept = torch.cuda.memory_allocated() - before
+    y.sum().backward()
+    assert kept < 2.2 * tokens * inner * x.itemsize
 
 
 def companions(dtype: torch.dtype) -> list[tuple[str, Call, Operands]]:

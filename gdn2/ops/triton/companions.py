@@ -21,7 +21,7 @@ from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
 from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.matvec import matvec
 from gdn2.ops.triton.step import TILES, step
-from gdn2.ops.triton.swiglu import swiglu
+from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
 Call = Callable[..., Sequence[Tensor]]
@@ -212,11 +212,15 @@ def check_matvec(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_swiglu(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Rows that lie side by side, as a joint product leaves them."""
-    (x,) = draw({"x": (3, 2 * MODEL)}, dtype).values()
-    y = swiglu(*x.to(device).chunk(2, -1))
-    gate, up = x.double().chunk(2, -1)
-    return {"y": (y, silu(gate) * up)}
+    """Of rows that lie side by side, as a joint product leaves them: the product, and it again with its gradients."""
+    x, dh = draw({"x": (3, 2 * MODEL), "dh": (3, MODEL)}, dtype).values()
+    gate, up = x.to(device).chunk(2, -1)
+    found = (swiglu(gate, up), *swiglu_gradient(gate, up, dh.to(device)))
+    leaves = [t.requires_grad_() for t in x.double().chunk(2, -1)]
+    h = silu(leaves[0]) * leaves[1]
+    d_gate, d_up = torch.autograd.grad(h, leaves, dh.double())
+    right = {"y": h.detach(), "d_gate": d_gate, "d_up": d_up, "h": h.detach()}
+    return {n: (t, right[n]) for n, t in zip(right, found, strict=True)}
 
 
 def check_log_decay(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -1,4 +1,4 @@
-"""SiLU(gate) ⊙ up as a kernel, for inference (`gdn2.ops.swiglu`)."""
+"""SiLU(gate) ⊙ up as a kernel, for inference, and all its gradients as another, for training (`gdn2.ops.swiglu`)."""
 
 import torch
 import triton
@@ -6,8 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
+from gdn2.ops.triton.norm import matrix
 
-BLOCK = 1024
+BLOCK = 1024  # of half precision 16 bytes for each thread of four warps
+WARPS = 4
 
 
 @triton.jit
@@ -32,6 +34,27 @@ def swiglu_kernel(
     tl.store(y_ptr + row * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def swiglu_gradient_kernel(
+    gate_ptr, up_ptr, dh_ptr, d_gate_ptr, d_up_ptr, h_ptr, gate_row, up_row, dh_row,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Both gradients and the product again, of a stretch of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    gate = tl.load(gate_ptr + row * gate_row + cols, mask=inside, other=0.0).to(ACC)
+    up = tl.load(up_ptr + row * up_row + cols, mask=inside, other=0.0).to(ACC)
+    dh = tl.load(dh_ptr + row * dh_row + cols, mask=inside, other=0.0).to(ACC)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = dh * up * (sigmoid + silu * (1 - sigmoid))
+    place = row * WIDTH + cols
+    tl.store(d_gate_ptr + place, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_up_ptr + place, (dh * silu).to(d_up_ptr.dtype.element_ty), mask=inside)
+    tl.store(h_ptr + place, (silu * up).to(h_ptr.dtype.element_ty), mask=inside)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Both [..., width], each with rows evenly spaced."""
     width = gate.shape[-1]
@@ -46,7 +69,21 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             ups.stride(0),
             WIDTH=width,
             BLOCK=BLOCK,
-            num_warps=4,
+            num_warps=WARPS,
             **overlapping(gate.device),
         )
     return y
+
+
+def swiglu_gradient(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up [..., width] from that of their product h, and h itself."""
+    rows = [matrix(x) for x in (gate, up, dh)]
+    width = gate.shape[-1]
+    d_gate, d_up, h = (gate.new_empty(gate.shape) for _ in range(3))
+    with torch.cuda.device_of(gate):
+        over(swiglu_gradient_kernel, len(rows[0]), triton.cdiv(width, BLOCK))(
+            *rows, d_gate, d_up, h, *(x.stride(0) for x in rows),
+            WIDTH=width, BLOCK=BLOCK, num_warps=WARPS,
+            ACC=tl.float64 if gate.dtype == torch.float64 else tl.float32,
+        )  # fmt: skip
+    return d_gate, d_up, h

@@ -1,6 +1,6 @@
-"""Compile what the stages and the gradient of the convolution would launch, for any architecture and without a GPU.
+"""Compile what the stages and the gradients of convolution and activation would launch, for any architecture.
 
-A script, since tests interpret:
+No GPU is needed. A script, since tests interpret:
 
     python -m tests.ops.triton.compile_kernels KERNELS ARCHITECTURE,DTYPE,WIDTH,CHUNK …
 
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import conv_launch, launch, stages
+from gdn2.ops.triton import conv_launch, launch, stages, swiglu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -89,11 +89,16 @@ def run_convolution(dtype: torch.dtype, width: int) -> None:
     conv_launch.backward(given, x, None, True, width, 1e-6)
 
 
+def run_activation(dtype: torch.dtype) -> None:
+    """The gradients of the 1.3B models' MLP."""
+    swiglu.swiglu_gradient(*(torch.zeros(2, 6912, dtype=dtype) for _ in range(3)))
+
+
 def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, conv_launch)
+        for module in (stages, conv_launch, swiglu)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -111,6 +116,7 @@ def main(wanted: str, *cases: str) -> None:
         launch.capability.cache_clear()
         run_stages(DTYPES[dtype], int(width), int(chunk))
         run_convolution(DTYPES[dtype], int(width))
+        run_activation(DTYPES[dtype])
     print(json.dumps(rows))
 
 

@@ -53,7 +53,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "conv": (conv_launch, "convolve", "final_state", "convolve_gradient", "state_gradient", "step"),
     "norm": (norm, "rms_norm", "rms_norm_gradient"),
     "delta_inputs": (delta_inputs, "delta_inputs"),
-    "swiglu": (swiglu, "swiglu"),
+    "swiglu": (swiglu, "swiglu", "swiglu_gradient"),
     "matvec": (matvec, "matvec"),
     "cross_entropy": (cross_entropy, "cross_entropy"),
     "window": (window, "turn", "join"),
@@ -171,6 +171,13 @@ def test_the_gradient_of_a_convolution_is_loaded_ahead(tmp_path: Path) -> None:
     [(_, _, shared)] = compile_kernels("convolve_gradient", ["90,bf16,128,64"], tmp_path)
     waiting = (conv_launch.STAGES - 1) * conv_launch.UNROLL * 2
     assert shared == waiting * conv_launch.BACKWARD_TILE * 2
+
+
+def test_the_gradient_of_an_activation_compiles(tmp_path: Path) -> None:
+    """Each number meets its own only: nothing is shared."""
+    cases = [f"{target},{dtype},128,64" for target in (86, 90, 100) for dtype in ("bf16", "fp32")]
+    rows = compile_kernels("swiglu_gradient", cases, tmp_path)
+    assert rows == [(case, "swiglu_gradient_kernel", 0) for case in cases]
 
 
 @pytest.mark.slow
