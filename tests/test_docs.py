@@ -88,7 +88,7 @@ def check_verbs(words: list[str]) -> None:
         verb = words.pop(0)
         assert verb in group, verb
         command = group[verb]
-    known = {option for parameter in command.params for option in parameter.opts}
+    known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}  # --on and --no-on
     assert {word for word in words if word.startswith("--")} <= known, words
 
 

@@ -68,6 +68,7 @@ class Plan:
     compile: bool
     peers: bool = False
     steps: int = 10  # of each, timed after a few others
+    recompute: bool = True  # as `engine.recompute`; the peer has its own way
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def read_plan(
     compile: bool | None,
     peers: bool,
     steps: int,
+    recompute: bool = True,
 ) -> Plan:
     """Check what was asked for and fill in the rest."""
     where = timing.find_device(device)
@@ -137,7 +139,7 @@ def read_plan(
         find_preset(name)
     sizes = tuple(dict.fromkeys(map(Shape.parse, shapes or usual_shapes)))
     compiled = where.type == "cuda" if compile is None else compile
-    return Plan(names, sizes, dtypes, where, compiled, peers, steps)
+    return Plan(names, sizes, dtypes, where, compiled, peers, steps, recompute)
 
 
 def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Result:
@@ -274,15 +276,14 @@ class Contest:
 
 def build_own(config: ModelConfig, plan: Plan, world: World, weights: str) -> LanguageModel:
     """The model as training builds it; a GPU computes in bf16."""
-    on_gpu = plan.device.type == "cuda"
     return build_model(
         config,
         seed=0,
         world=world,
         weights=DTYPES[weights],
-        compute=torch.bfloat16 if on_gpu else DTYPES[weights],
+        compute=torch.bfloat16 if plan.device.type == "cuda" else DTYPES[weights],
         compile=plan.compile,
-        checkpoint_blocks=False,
+        recompute=plan.recompute,
     )
 
 

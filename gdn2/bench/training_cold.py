@@ -31,4 +31,6 @@ def _command(plan: Plan, preset: str, weights: str) -> list[str]:
         "--steps": "1",
     }
     words = [word for option in options.items() for word in option]
-    return ["bench", "training", preset, *words, "--compile" if plan.compile else "--no-compile"]
+    switches = {"compile": plan.compile, "recompute": plan.recompute}
+    words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
+    return ["bench", "training", preset, *words]

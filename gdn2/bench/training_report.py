@@ -42,7 +42,8 @@ def render(result: Result, console: Console) -> None:
     for preset in plan.presets:
         table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         compiled = "compiled" if plan.compile else "not compiled"
-        table.title = f"{preset} on {plan.device}, {compiled}"
+        kept = "" if plan.recompute else ", factors kept"
+        table.title = f"{preset} on {plan.device}, {compiled}{kept}"
         for number, name in enumerate(columns):
             table.add_column(name, justify="right" if number > 1 else "left")
         for row in (row for row in result.rows if row.preset == preset):

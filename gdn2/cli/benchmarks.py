@@ -207,6 +207,13 @@ def training(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")
     ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute/--no-recompute",
+            help="Recompute the chunks' matrices in the backward, or keep them.",
+        ),
+    ] = True,
     steps: Annotated[int, typer.Option(help="Steps to time, after a few others.")] = 10,
     device: Device = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads torch may use.")] = None,
@@ -241,6 +248,7 @@ def training(
         compile=compile,
         peers=peers,
         steps=steps,
+        recompute=recompute,
     )
     first_steps = first_step_seconds(plan) if cold else {}
     with use_threads(threads):

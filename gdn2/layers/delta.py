@@ -55,7 +55,7 @@ class DeltaMixer(nn.Module):
 
     def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, True
         keys, values = config.key_width, config.value_width
 
         def linear(outputs: int) -> nn.Linear:
@@ -97,7 +97,8 @@ class DeltaMixer(nn.Module):
             pattern, past = self._step_pattern(made, state), state[1:]
         else:
             pattern, past = self._pattern(made, state, layout, inplace)
-        o, memory = run_rule(pattern, None if state is None else state.memory, layout, inplace)
+        memory = None if state is None else state.memory
+        o, memory = run_rule(pattern, memory, layout, inplace, self.recompute)
         y = single(self.out_proj, self._gated(o, made).flatten(-2))
         return y, None if memory is None else DeltaState(memory, *past)
 

@@ -31,7 +31,7 @@ class Mamba2Mixer(nn.Module):
 
     def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, True
         inner, state, heads = config.inner_size, config.state_size, config.num_heads
         self.widths = [inner, inner + 2 * state, heads]
         self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=False)
@@ -56,7 +56,7 @@ class Mamba2Mixer(nn.Module):
         wide = state_dtype(q.dtype)
         dt = softplus(step.to(wide) + self.step_bias.to(wide))
         g = -self.decay_log_rate.to(wide).exp() * dt
-        o, memory = run_rule(mamba2(q, k, v, g, dt), memory, layout, inplace)
+        o, memory = run_rule(mamba2(q, k, v, g, dt), memory, layout, inplace, self.recompute)
         o = (o + self.skip.to(o.dtype).unsqueeze(-1) * v).flatten(-2)
         y = self.out_proj(self.norm.gated(o, gate, "silu", gate_first=True))
         return y, None if memory is None else Mamba2State(memory, past)

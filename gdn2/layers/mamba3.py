@@ -39,7 +39,7 @@ class Mamba3Mixer(nn.Module):
 
     def __init__(self, config: Mamba3Config, hidden_size: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, True
         heads, rank, state = config.num_heads, config.rank, config.state_size
         ranks = rank * state
         self.widths = [config.inner_size] * 2 + [ranks] * 2 + [heads] * 3 + [config.num_angles]
@@ -119,7 +119,9 @@ class Mamba3Mixer(nn.Module):
             carried = Carried(state.memory, state.key.to(q.dtype), last.to(v.dtype))
             if layout.is_step:
                 return mamba3_step(*operands, state=carried, inplace=inplace)
-        return mamba3(*operands, state=carried, cu_seqlens=layout.cu_seqlens)
+        return mamba3(
+            *operands, state=carried, cu_seqlens=layout.cu_seqlens, recompute=self.recompute
+        )
 
     def _rotated(self, norm: RMSNorm, bias: Tensor, x: Tensor, theta: Tensor) -> Tensor:
         """Keys or queries [batch, length, rank, heads, state size], rotated by Θ."""

@@ -2,6 +2,7 @@
 
 A mixer is `mixer(x, state, layout) -> (y, state)`. With a state it continues from it and returns the next one; with
 None it starts from nothing and keeps nothing, as in training. `new_state(rows)` is the state before the first token.
+Recurrent mixers have an attribute `recompute`: whether the rule computes again in the backward what it could keep.
 """
 
 from gdn2.layers.attention import AttentionMixer

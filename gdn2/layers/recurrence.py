@@ -12,9 +12,12 @@ SMALLER = (16, 32)
 
 
 def run_rule(
-    pattern: Pattern, memory: Tensor | None, layout: Layout, inplace: bool
+    pattern: Pattern, memory: Tensor | None, layout: Layout, inplace: bool, recompute: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, where a memory was given, the next one; a step may overwrite it."""
+    """Output and, where a memory was given, the next one; a step may overwrite it.
+
+    `recompute` as in `gated_delta_rule`.
+    """
     if memory is not None and layout.is_step:
         return gated_delta_step(**pattern, state=memory, inplace=inplace)
     return gated_delta_rule(
@@ -23,6 +26,7 @@ def run_rule(
         output_final_state=memory is not None,
         cu_seqlens=layout.cu_seqlens,
         chunk_size=_chunk_size(pattern["q"], layout.rows),
+        recompute=recompute,
     )
 
 

@@ -143,6 +143,12 @@ class LanguageModel(nn.Module):
         """Keep only the blocks' inputs for the backward and compute the rest again."""
         self._checkpoints_blocks = enabled
 
+    def recompute_factors(self, enabled: bool = True) -> None:
+        """Compute again in the backward what each chunk of a recurrent mixer can compute on its own, or keep it."""
+        for mixer in self.mixers:
+            if not isinstance(mixer, AttentionMixer):
+                mixer.recompute = enabled
+
     def param_groups(self, weight_decay: float, *, decay_all: bool = False) -> list[dict[str, Any]]:
         """All parameters as groups of an optimiser: what decays, what does not, and what Muon may take."""
         return param_groups(self, weight_decay, decay_all)

@@ -114,6 +114,7 @@ class EngineSection:
     device: str | None = None  # the GPU where there is one
     compile: Literal["auto", "on", "off"] = "auto"  # block by block; by default on a GPU
     activation_checkpointing: bool = False
+    recompute: bool = True  # in the backward, what chunks of recurrent mixers can compute alone
 
     def __post_init__(self) -> None:
         check_types(self)

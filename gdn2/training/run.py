@@ -115,6 +115,7 @@ class Run:
             compute=self.compute,
             compile=on_gpu if engine.compile == "auto" else engine.compile == "on",
             checkpoint_blocks=engine.activation_checkpointing,
+            recompute=engine.recompute,
         )
 
     def _resume(self) -> Place:

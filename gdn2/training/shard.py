@@ -31,7 +31,8 @@ def build_model(
     weights: torch.dtype,
     compute: torch.dtype,
     compile: bool,
-    checkpoint_blocks: bool,
+    checkpoint_blocks: bool = False,
+    recompute: bool = True,
 ) -> LanguageModel:
     """A model on the world's device, with the same bits in its first weights whatever the number of processes.
 
@@ -43,11 +44,13 @@ def build_model(
         compute: dtype of the matrices while computing.
         compile: compile each block.
         checkpoint_blocks: keep only the blocks' inputs for the backward.
+        recompute: what each chunk of a recurrent mixer can compute on its own, instead of keeping it.
     """
     with torch.device("meta"):
         model = LanguageModel(config)
     model.cast(weights)
     model.checkpoint_blocks(checkpoint_blocks)
+    model.recompute_factors(recompute)
     if compile:
         _compile(model)
     if world.size > 1 or weights != compute:

@@ -22,9 +22,10 @@ from gdn2.bench import (
     training_report,
 )
 from gdn2.bench.timing import Timing, describe_machine
-from gdn2.bench.training import Plan, Result, Row, Shape
+from gdn2.bench.training import Plan, Result, Row, Shape, build_own
 from gdn2.cli import app
 from gdn2.layers.config import AttentionConfig, DeltaConfig
+from gdn2.layers.delta import DeltaMixer
 from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset_names
@@ -122,6 +123,23 @@ def test_utilisation_is_of_counted_flops(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row.step is not None
     flops = 3 * 26 * forward_flops(LanguageModel(SMALL), 13)
     assert row.mfu == pytest.approx(flops / row.step.median / 1e9)
+
+
+@pytest.mark.usefixtures("small")
+def test_factors_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[LanguageModel] = []
+
+    def build(*arguments: Any) -> LanguageModel:
+        built.append(build_own(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(training, "build_own", build)
+    results = [training.run(tiny_plan(recompute=recompute)) for recompute in (True, False)]
+    for model, recompute in zip(built, (True, False), strict=True):
+        assert {m.recompute for m in model.mixers if isinstance(m, DeltaMixer)} == {recompute}
+    assert results[0].rows[0].loss == results[1].rows[0].loss
+    titles = [rendered(result).splitlines()[0].strip() for result in results]
+    assert titles == [f"tiny-a on cpu, not compiled{kept}" for kept in ("", ", factors kept")]
 
 
 def test_memory_is_what_is_held_and_what_a_step_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +285,30 @@ def test_what_a_picture_shows(tmp_path: Path) -> None:
 
 
 def test_the_first_step_of_a_fresh_process(tmp_path: Path) -> None:
-    options = ["--shape", "1x3", "--shape", "1x2", "--cold"]
+    options = ["--shape", "1x3", "--shape", "1x2", "--cold", "--no-recompute"]
     done, record = bench(tmp_path, *TINY, *options)
+    assert record["result"]["plan"]["recompute"] is False
     ((name, seconds),) = record["cold_seconds"].items()
     assert name == "gdn2-1m-hybrid, fp32"
     assert seconds > 0
     line = f"first step with nothing compiled, {name}: {seconds:.1f} s"
     assert line in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_fresh_process_gets_the_same_choices(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def note(command: list[str]) -> Any:
+        commands.append(command)
+        raise ValueError("not run")
+
+    monkeypatch.setattr(training_cold, "run_fresh", note)
+    training_cold.first_step_seconds(tiny_plan(recompute=recompute))
+    (command,) = commands
+    assert command[-2:] == ["--no-compile", "--recompute" if recompute else "--no-recompute"]
 
 
 def test_a_fresh_process_that_fails_says_why() -> None:

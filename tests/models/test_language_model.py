@@ -12,6 +12,7 @@ import gdn2
 from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.state import ModelState
+from gdn2.ops.chunk_op import chunk_forward
 from tests.closeness import assert_close, relative_error
 from tests.layers import literal
 from tests.layers.cases import DELTA, MIXERS
@@ -216,6 +217,29 @@ def test_checkpointing_blocks_changes_no_gradient() -> None:
         for name, d in memory(checkpointed).items():
             assert torch.equal(d, plain[name]), name
     assert kept[1] < kept[0] / 4
+
+
+def test_keeping_factors_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recurrent mixer asks the rule for it, and for nothing where there are no gradients."""
+    model, ids, targets = make(), tokens(2, 9), tokens(2, 9, seed=1)
+    plain = gradients(model, model(ids, targets=targets).loss)
+    kept: list[str] = []
+
+    def forward(*arguments: Any) -> Any:
+        kept.append(arguments[-2])
+        return chunk_forward(*arguments)
+
+    monkeypatch.setattr("gdn2.ops.rule.chunk_forward", forward)
+    for enabled, what in ((True, "states"), (False, "factors")):
+        kept.clear()
+        model.recompute_factors(enabled)
+        for name, d in gradients(model, model(ids, targets=targets).loss).items():
+            assert torch.equal(d, plain[name]), name
+        assert kept == [what] * model.config.layer_types.count("linear_attention")
+    kept.clear()
+    with torch.no_grad():
+        model(ids)
+    assert set(kept) == {"nothing"}
 
 
 def test_states_can_be_picked_and_copied() -> None:

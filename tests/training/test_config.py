@@ -93,6 +93,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "seconds": ({"checkpoint": {"every_seconds": 0}}, "checkpoint.every_seconds: got 0, expected"),
     "prompt": ({"samples": {"prompt": ""}}, "samples.prompt: got '', expected at least one"),
     "compile": ({"engine": {"compile": True}}, "engine.compile: got True, expected one of 'auto'"),
+    "recompute": (
+        {"engine": {"recompute": "no"}},
+        "engine.recompute: got 'no', expected true or false$",
+    ),
     "data": ({"data": {"type": "text"}}, "data.type: got 'text', expected one of tokens, python"),
     "preset": (
         {"model": {"preset": "gdn3-1m"}},
@@ -158,6 +162,7 @@ FREE: list[dict[str, dict[str, Any]]] = [
     {"checkpoint": {"keep": 7}},
     {"validation": {"rows": 3}},
     {"engine": {"activation_checkpointing": True}},
+    {"engine": {"recompute": False}},
     {"run": {"dir": "elsewhere"}},
 ]
 

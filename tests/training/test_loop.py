@@ -19,6 +19,7 @@ import gdn2
 from gdn2.data.config import open_source
 from gdn2.data.locking import locked
 from gdn2.data.prepare import prepare
+from gdn2.layers.delta import DeltaMixer
 from gdn2.layers.joint import lay_side_by_side
 from gdn2.layers.plain import to_plain
 from gdn2.models.files import write_json
@@ -192,6 +193,14 @@ def test_looking_at_a_model_leaves_it_alone(
         for name in ("alone", "seen")
     )
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_run_that_keeps_factors_is_the_same(whole: Path, tmp_path: Path) -> None:
+    keeping = config(tmp_path, engine={"recompute": False})
+    mixer = Run(keeping, World.start(ParallelSection(), "cpu")).model.mixers[0]
+    assert isinstance(mixer, DeltaMixer) and not mixer.recompute
+    train(keeping)
+    assert_same_run(tmp_path, whole)
 
 
 def test_a_sample_is_of_a_copy(tmp_path: Path) -> None:

@@ -141,6 +141,11 @@ def test_gradients_that_products_add_follow_the_curve(monkeypatch: pytest.Monkey
     assert curve == pytest.approx(expected, rel=5e-3)
 
 
+def test_kept_factors_change_nothing() -> None:
+    with alone() as world:
+        assert mixed(world, recompute=False) == mixed(world)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_follow_the_curve() -> None:
     with alone() as world:

@@ -46,6 +46,7 @@ def build(
     seed: int = 5,
     compile: bool = False,
     checkpoint_blocks: bool = False,
+    recompute: bool = True,
 ) -> tuple[LanguageModel, ClippingAdamW]:
     model = build_model(
         HYBRID,
@@ -55,6 +56,7 @@ def build(
         compute=compute,
         compile=compile,
         checkpoint_blocks=checkpoint_blocks,
+        recompute=recompute,
     )
     return model, new_optimiser(model)
 
