@@ -55,7 +55,15 @@ DEVICE void store_split(char* tile, int rows, int row, int channel, const float 
     at[rows * D / 8] = packed(rest);
 }
 
-struct Inputs { const void *q, *k, *v, *g, *b, *w; float scale; };
+struct Inputs {
+    const void *q, *k, *v, *g, *b, *w;
+    const i64 *start, *length;
+    float scale;
+    DEVICE Chunk<false> chunk(i64 index) const {
+        const i64 first = (start[index / HEADS] * HEADS + index % HEADS) * D;
+        return {index, first, static_cast<int>(length[index / HEADS])};
+    }
+};
 struct Factors { void *Q_gamma, *K_tail; float* gamma_C; void *A_qk, *A, *Y, *U; char* deep; };
 
 // Where a warp leaves the whole log-decay of its half for the warp of the same channels in the other half: among the

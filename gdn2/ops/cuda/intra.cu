@@ -120,7 +120,7 @@ template <bool FULL> DEVICE void written_values(
 }
 
 template <bool FULL> DEVICE void chunk_factors(
-    char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Factors& to) {
+    char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Factors& to, int ahead) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Place place(warp, lane);
     int* deep = reinterpret_cast<int*>(memory + AT_DEEP);
@@ -130,6 +130,8 @@ template <bool FULL> DEVICE void chunk_factors(
     chunk.fetch(x.v);
     if (W_WIDTH == D) chunk.fetch(x.w);
     __syncthreads();
+    // what the program waits for first that will have this one's place
+    if (chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4>(x.g);
     Scores P[TASKS] = {};
 #pragma unroll
     for (int n = 0; n < TASKS; n++) score_tiles(P[n], memory, Task(warp + WARPS * n), lane);
@@ -159,15 +161,14 @@ template <bool FULL> DEVICE void chunk_factors(
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) intra(
     const void* q, const void* k, const void* v, const void* g, const void* b, const void* w, const i64* start,
     const i64* length, void* Q_gamma, void* K_tail, float* gamma_C, void* A_qk, void* A, void* Y, void* U, char* deep,
-    float scale) {
+    float scale, int ahead) {
     SHARED_MEMORY(memory);
-    const i64 index = blockIdx.x, first = (start[index / HEADS] * HEADS + index % HEADS) * D;
-    const int tokens = static_cast<int>(length[index / HEADS]);
-    const Inputs x = {q, k, v, g, b, w, scale};
+    const Inputs x = {q, k, v, g, b, w, start, length, scale};
     const Factors to = {Q_gamma, K_tail, gamma_C, A_qk, A, Y, U, deep};
-    if (tokens == C) {
-        chunk_factors(memory, Chunk<true>{index, first, C}, x, to);
+    const Chunk<false> chunk = x.chunk(blockIdx.x);
+    if (chunk.length == C) {
+        chunk_factors(memory, Chunk<true>{chunk.index, chunk.first, C}, x, to, ahead);
     } else {
-        chunk_factors(memory, Chunk<false>{index, first, tokens}, x, to);
+        chunk_factors(memory, chunk, x, to, ahead);
     }
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import INTRA, loaded
+from gdn2.ops.cuda.launch import INTRA, PROGRAMS, loaded, multiprocessors
 from gdn2.ops.operands import Operands
 
 
@@ -20,4 +20,5 @@ def compute(
     assert kernel is not None and x.b is not None
     if run and programs:
         w = x.v if x.w is None else x.w  # not read
-        kernel(programs, x.q, x.k, x.v, x.g, x.b, w, start, length, *factors, x.scale)
+        ahead = PROGRAMS[x.q.shape[2]] * multiprocessors(x.q.device)
+        kernel(programs, x.q, x.k, x.v, x.g, x.b, w, start, length, *factors, x.scale, ahead)

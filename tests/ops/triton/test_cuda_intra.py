@@ -15,7 +15,7 @@ from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
 
 CPU = torch.device("cpu")
-ARGUMENTS = "vvvvvviivvfvvvvcs"
+ARGUMENTS = "vvvvvviivvfvvvvcsn"
 TOLERANCE = 5e-3
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
 exact = cache(Exact)
@@ -40,7 +40,7 @@ def launch(emulate: Emulate, right: Exact) -> stages.Factors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     operands = [x.v if t is None else t for t in x[:6]]
     programs = x.q.shape[1] * table.start.numel()
-    emulate(x)(programs, [*operands, table.start, table.length, *found], x.scale)
+    emulate(x)(programs, [*operands, table.start, table.length, *found], x.scale, 1)
     return f
 
 
