@@ -150,11 +150,16 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         keep = self.config.output_hidden_states if asked is None else asked
         layers: list[Any] = []
         hidden_states: list[Tensor] = []
+        delta = None
+        whole = keep or (self.is_gradient_checkpointing and self.training)  # else two would be kept
         for i, block in enumerate(self.blocks):
+            if whole and delta is not None:
+                x, delta = x + delta, None
             hidden_states += [x] if keep else []
-            x, after = block(x, None if before is None else before.state.layers[i], layout, False)
+            past = None if before is None else before.state.layers[i]
+            x, delta, after = block(x, delta, past, layout, False)
             layers.append(after)
-        x = self.norm(x)
+        _, x = self.norm.after(x, delta)
         if cache is not None and before is not None:
             seen = before.state.seen + layout.lengths
             state = ModelState(tuple(layers), seen, before.state.config)

@@ -34,13 +34,12 @@ def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
     return tuple(map_(x) for map_ in maps)
 
 
-def single(map_: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """What a map makes of x, added to the residual; one with hooks or of another class, as an adapter, is called."""
+def single(map_: nn.Module, x: Tensor) -> Tensor:
+    """What a map makes of x; one with hooks or of another class, as an adapter, is called."""
     if not torch.is_grad_enabled() and _is_plain(map_):
         assert isinstance(map_, nn.Linear)
-        return linear(x, map_.weight, map_.bias, residual)
-    y = map_(x)
-    return y if residual is None else residual + y
+        return linear(x, map_.weight, map_.bias)
+    return map_(x)
 
 
 def lay_side_by_side(root: nn.Module) -> None:

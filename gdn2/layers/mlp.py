@@ -20,9 +20,8 @@ class SwiGLU(nn.Module):
     def joint_maps(self) -> list[nn.Linear]:
         return [self.gate_proj, self.up_proj]
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What the MLP makes of x, added to the residual."""
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = joint(x, self.gate_proj, self.up_proj)
         if torch.is_grad_enabled() and multiplies(self.down_proj, gate):
-            return residual + swiglu_linear(gate, up, self.down_proj.weight)
-        return single(self.down_proj, swiglu(gate, up), residual)
+            return swiglu_linear(gate, up, self.down_proj.weight)
+        return single(self.down_proj, swiglu(gate, up))

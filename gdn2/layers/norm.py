@@ -17,8 +17,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sum x + delta, and its norm."""
+        if delta is None:
+            return x, self(x)
         return add_rms_norm(x, delta, self.weight, self.eps)
 
     def gated(

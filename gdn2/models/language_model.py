@@ -32,7 +32,10 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    What the MLP makes is left for the next norm to add: a sum and its norm are one kernel, and so are their gradients.
+    """
 
     def __init__(self, mixer: MixerConfig, config: ModelConfig) -> None:
         super().__init__()
@@ -42,11 +45,18 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x: Tensor, state: MixerState | None, layout: Layout, inplace: bool
-    ) -> tuple[Tensor, MixerState | None]:
-        mixed, state = self.mixer(self.mixer_norm(x), state, layout, inplace)
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        state: MixerState | None,
+        layout: Layout,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor, MixerState | None]:
+        """Take x and what is to be added to it, and return the same after the block, with the mixer's state."""
+        x, normed = self.mixer_norm.after(x, delta)
+        mixed, state = self.mixer(normed, state, layout, inplace)
         x, normed = self.mlp_norm.after(x, mixed)
-        return self.mlp(normed, x), state
+        return x, self.mlp(normed), state
 
 
 class LanguageModel(nn.Module):
@@ -166,24 +176,27 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState | None, Layout]:
         """Hidden states [1, tokens, width] or [batch, length, width], the state after them, and the layout used."""
         layout = self._laid_out(ids, state, layout)
-        x = self.embedding(layout.pack(ids))
+        x, delta = self.embedding(layout.pack(ids)), None
         inplace = inplace and layout.is_step
         before = [None] * len(self.blocks) if state is None else state.layers
         layers: list[Any] = []
         for block, layer in zip(self.blocks, before, strict=True):
-            x, after = self._run(block, x, layer, layout, inplace)
+            x, delta, after = self._run(block, x, delta, layer, layout, inplace)
             layers.append(after)
-        x = self.norm(x)
+        _, x = self.norm.after(x, delta)
         if state is None:
             return x, None, layout
         seen = state.seen + layout.lengths
         seen = state.seen.copy_(seen) if inplace else seen
         return x, ModelState(tuple(layers), seen, self._digest), layout
 
-    def _run(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
+    def _run(
+        self, block: nn.Module, x: Tensor, delta: Tensor | None, *others: Any
+    ) -> tuple[Tensor, Tensor, Any]:
         if self._checkpoints_blocks and torch.is_grad_enabled():
-            return checkpoint(block, *arguments, use_reentrant=False)
-        return block(*arguments)
+            x = x if delta is None else x + delta  # one tensor is kept, not two
+            return checkpoint(block, x, None, *others, use_reentrant=False)
+        return block(x, delta, *others)
 
     def _laid_out(self, ids: Tensor, state: ModelState | None, layout: Layout | None) -> Layout:
         """Check the arguments and return where the tokens lie."""

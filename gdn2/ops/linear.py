@@ -1,4 +1,4 @@
-"""A linear map as inference calls it: what is to be added is added before the result is rounded."""
+"""A linear map as inference calls it: a bias is added before the result is rounded."""
 
 import torch
 from torch import Tensor
@@ -7,25 +7,16 @@ from torch.nn import functional as F
 from gdn2.ops.backends import why_not
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """Return weight · x + bias + residual for x [..., inputs].
-
-    On a GPU, where gradients are not needed, a kernel takes a single row and cuBLAS adds the residual of several.
-    """
-    operands = [t for t in (x, weight, bias, residual) if t is not None]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return weight · x + bias for x [..., inputs]; on a GPU a kernel takes a single row that needs no gradients."""
+    operands = [t for t in (x, weight, bias) if t is not None]
     alike = x.is_cuda and all(t.dtype == x.dtype for t in operands)
-    if alike and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        if x.numel() == x.shape[-1] and _kernel_takes(operands):
-            from gdn2.ops.triton import matvec  # noqa: PLC0415 (optional dependency)
+    alone = alike and not torch.is_grad_enabled() and x.numel() == x.shape[-1]
+    if alone and not torch.compiler.is_compiling() and _kernel_takes(operands):
+        from gdn2.ops.triton import matvec  # noqa: PLC0415 (optional dependency)
 
-            return matvec.matvec(x, weight, bias, residual)
-        if residual is not None and bias is None:
-            flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
-            return flat.view_as(residual)
-    y = F.linear(x, weight, bias)
-    return y if residual is None else residual + y
+        return matvec.matvec(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _kernel_takes(operands: list[Tensor]) -> bool:

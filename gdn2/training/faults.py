@@ -84,8 +84,8 @@ def _first(names: Any, tensor: Callable[[str], Tensor | None], world: World) -> 
 def _first_broken_block(model: LanguageModel, batch: Batch, world: World) -> int | None:
     finite: list[bool] = []
 
-    def look(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
-        finite.append(_is_finite(output[0]))
+    def look(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Any]) -> None:
+        finite.append(_is_finite(output[0]) and _is_finite(output[1]))
 
     hooks = [block.register_forward_hook(look) for block in model.blocks]
     try:

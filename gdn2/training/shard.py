@@ -5,6 +5,8 @@ out of FSDP they stay in fp32 where matrices are computed in bf16: the rounding 
 Their gradients are averaged by `synchronise`.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
 from gdn2.layers.attention import AttentionMixer
-from gdn2.layers.layout import Layout
 from gdn2.layers.recurrence import state_dtype
 from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
@@ -133,13 +134,13 @@ def _compile(model: LanguageModel) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def _make_tables(block: nn.Module, arguments: tuple[Tensor, None, Layout, bool]) -> None:
+def _make_tables(block: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Make what attention shares through the layout before the block runs.
 
     Made inside, the graph of the first to ask would not be that of the others, nor that of its own second run where
     blocks are checkpointed.
     """
-    x, _, layout, _ = arguments
+    x, _delta, _state, layout, _inplace = arguments
     if isinstance(block.mixer, AttentionMixer):
         config = block.mixer.config
         layout.rotary(config.head_dim, config.rotary_base, state_dtype(x.dtype), x.device)

@@ -40,15 +40,14 @@ def activation(made: SwiGLU, x: Tensor) -> Tensor:
     return silu(x @ made.gate_proj.weight.T) * (x @ made.up_proj.weight.T)
 
 
-def plain(made: SwiGLU) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, residual: residual + activation(made, x) @ made.down_proj.weight.T
+def plain(made: SwiGLU) -> Callable[[Tensor], Tensor]:
+    return lambda x: activation(made, x) @ made.down_proj.weight.T
 
 
-def differentiated(made: nn.Module, call: Callable[[Tensor, Tensor], Any]) -> dict[str, Tensor]:
+def differentiated(made: nn.Module, call: Callable[[Tensor], Any]) -> dict[str, Tensor]:
     """The result, and the gradients of inputs and all weights that have one."""
-    leaves = {"x": inputs(2, 5), "residual": inputs(2, 5, seed=2)}
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    y = call(leaves["x"], leaves["residual"])
+    leaves = {"x": inputs(2, 5).requires_grad_()}
+    y = call(leaves["x"])
     leaves |= {name: x for name, x in made.named_parameters() if x.requires_grad}
     grads = torch.autograd.grad(y.square().sum(), list(leaves.values()))
     return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
@@ -77,9 +76,9 @@ def test_training_and_inference_compute_the_formula(calls: list[int]) -> None:
     made = make()
     assert_same(differentiated(made, made), differentiated(made, plain(made)))
     assert calls == [1]
-    x, residual = inputs(2, 5), inputs(2, 5, seed=2)
+    x = inputs(2, 5)
     with torch.no_grad():
-        assert_close("inference", made(x, residual), plain(made)(x, residual), EXACT)
+        assert_close("inference", made(x), plain(made)(x), EXACT)
     assert calls == [1]
 
 
@@ -92,9 +91,7 @@ def test_frozen_maps(frozen: str) -> None:
 
 def test_gradient_checkpointing(calls: list[int]) -> None:
     made = make()
-    again = differentiated(
-        made, lambda x, residual: checkpoint(made, x, residual, use_reentrant=False)
-    )
+    again = differentiated(made, lambda x: checkpoint(made, x, use_reentrant=False))
     assert len(calls) == 2
     assert_same(again, differentiated(made, plain(made)))
 
@@ -108,9 +105,9 @@ def test_compiles_to_one_graph(backend: str) -> None:
         assert_same(differentiated(made, compiled), differentiated(made, made))
 
 
-def keeps_activation(made: SwiGLU, call: Callable[[Tensor, Tensor], Any]) -> bool:
+def keeps_activation(made: SwiGLU, call: Callable[[Tensor], Any]) -> bool:
     """Whether something that is kept for the backward has the activation's numbers, in whatever order."""
-    x, residual = inputs(2, 5).requires_grad_(), inputs(2, 5, seed=2)
+    x = inputs(2, 5).requires_grad_()
     wanted, kept = activation(made, x).detach().flatten().sort().values, []
 
     def pack(x: Tensor) -> Tensor:
@@ -118,7 +115,7 @@ def keeps_activation(made: SwiGLU, call: Callable[[Tensor, Tensor], Any]) -> boo
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        call(x, residual).sum().backward()
+        call(x).sum().backward()
     assert any(x.numel() == wanted.numel() for x in kept)  # what it is made of
     alike = (x.flatten().sort().values for x in kept if x.numel() == wanted.numel())
     return any(torch.allclose(x, wanted) for x in alike)
@@ -150,7 +147,7 @@ def test_an_adapter_is_called(calls: list[int]) -> None:
     made = make()
     adapted = Adapted(INNER, WIDTH, bias=False)
     adapted.weight, made.down_proj = made.down_proj.weight, adapted
-    expected = differentiated(made, lambda x, residual: plain(made)(x, residual) + 1)
+    expected = differentiated(made, lambda x: plain(made)(x) + 1)
     assert_same(differentiated(made, made), expected)
     assert calls == []
 
@@ -158,7 +155,7 @@ def test_an_adapter_is_called(calls: list[int]) -> None:
 def test_a_bias_is_added(calls: list[int]) -> None:
     made = make()
     made.down_proj.bias = bias = nn.Parameter(torch.ones(WIDTH).double())
-    expected = differentiated(made, lambda x, residual: plain(made)(x, residual) + bias)
+    expected = differentiated(made, lambda x: plain(made)(x) + bias)
     assert_same(differentiated(made, made), expected)
     assert calls == []
 
@@ -192,8 +189,8 @@ def test_autocast_stays_with_torch(kind: type[nn.Linear], calls: list[int]) -> N
         setattr(made, name, kind(WIDTH, INNER, bias=False))
     with torch.autocast("cpu", torch.bfloat16):
         y = made.down_proj(silu(made.gate_proj(x)) * made.up_proj(x))
-        found = made(x, x)
-    assert torch.equal(found, x + y)
+        found = made(x)
+    assert torch.equal(found, y)
     for loss in (y, found):
         made.zero_grad()
         loss.sum().backward()
@@ -206,13 +203,13 @@ def test_mixed_dtypes_stay_with_torch(calls: list[int]) -> None:
     made, x = make().float(), inputs(2, 5).float()
     made.down_proj.double()
     with pytest.raises(RuntimeError, match="dtype"):
-        made(x, x)
+        made(x)
     assert calls == []
 
 
 def test_meta_tensors_pass_through() -> None:
     made, x = make().to("meta"), inputs(2, 5).to("meta").requires_grad_()
-    made(x, x).sum().backward()
+    made(x).sum().backward()
     for leaf in (x, *made.parameters()):
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape
 
@@ -221,7 +218,7 @@ def test_no_flops_are_lost() -> None:
     """Three products of tokens, width and inner width; each has two gradients."""
     made = make()
     with FlopCounterMode(display=False) as counter:
-        y = made(inputs(2, 5).requires_grad_(), inputs(2, 5, seed=2))
+        y = made(inputs(2, 5).requires_grad_())
         assert counter.get_total_flops() == 2 * 10 * 3 * WIDTH * INNER
         y.sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 10 * 3 * WIDTH * INNER

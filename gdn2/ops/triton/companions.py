@@ -193,21 +193,15 @@ def check_delta_inputs(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_matvec(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """A row by matrices of odd sizes, with all that may be added, and with nothing."""
+    """A row by matrices of odd sizes, with a bias and without."""
     found: Pairs = {}
     for outputs, inputs in ((MODEL + 1, MODEL), (HEAD, 100)):
-        shapes = {
-            "x": (1, 1, inputs),
-            "weight": (outputs, inputs),
-            "bias": (outputs,),
-            "residual": (1, 1, outputs),
-        }
-        x, weight, bias, residual = draw(shapes, dtype).values()
-        x, weight, bias, residual = (t.to(device) for t in (x, weight, bias, residual))
+        shapes = {"x": (1, 1, inputs), "weight": (outputs, inputs), "bias": (outputs,)}
+        x, weight, bias = (t.to(device) for t in draw(shapes, dtype).values())
         right = x.cpu().double() @ weight.cpu().double().T
-        found[f"{outputs} of {inputs}"] = (matvec(x, weight, None, None), right)
-        right = right + bias.cpu().double() + residual.cpu().double()
-        found[f"{outputs} of {inputs}, added"] = (matvec(x, weight, bias, residual), right)
+        found[f"{outputs} of {inputs}"] = (matvec(x, weight, None), right)
+        right = right + bias.cpu().double()
+        found[f"{outputs} of {inputs}, with a bias"] = (matvec(x, weight, bias), right)
     return found
 
 

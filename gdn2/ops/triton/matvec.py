@@ -16,10 +16,10 @@ from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
 @triton.jit
 def matvec_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of weight · x, with what is to be added to them."""
+    """ROWS numbers of weight · x, with their bias."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     known, inside = rows < OUT, cols < IN
@@ -32,8 +32,6 @@ def matvec_kernel(
     y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + rows, mask=known, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=known)
 
 
@@ -61,16 +59,15 @@ def matvec(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """One row [..., outputs]: weight [outputs, inputs] · x, with bias and residual added before it is rounded."""
+    """One row [..., outputs]: weight [outputs, inputs] · x, with the bias added before it is rounded."""
     outputs, inputs = weight.shape
     rows, num_warps = tile or choose_tile(outputs, inputs)
     y = x.new_empty(*x.shape[:-1], outputs)
     with torch.cuda.device_of(x):
         over(matvec_kernel, triton.cdiv(outputs, rows))(
-            x, weight, bias, residual, y, OUT=outputs, IN=inputs, ROWS=rows,
+            x, weight, bias, y, OUT=outputs, IN=inputs, ROWS=rows,
             COLS=triton.next_power_of_2(inputs), num_warps=num_warps, **overlapping(x.device),
         )  # fmt: skip
     return y
