@@ -237,12 +237,11 @@ class Contest:
 
     def _measure(self, shape: Shape, names: list[str]) -> list[Row]:
         self.release(keep=names)
-        plan = self.plan
+        plan, warm = self.plan, WARMUP.get(self.plan.device.type, 2)
         batch = random_batch(shape, self.config.vocab_size, plan.device)
         first = {name: self._first_step(name, batch) for name in names}
         calls = {name: partial(self.trainers[name].step, batch) for name in names}
-        warmup = WARMUP.get(plan.device.type, 2)
-        steps = measure_together(calls, plan.device, warmup=warmup, seconds=0, least=plan.steps)
+        steps = measure_together(calls, plan.device, warmup=warm, seconds=0, least=plan.steps)
         return [self._row(shape, name, steps[name], *first[name]) for name in names]
 
     def _first_step(self, name: str, batch: Batch) -> tuple[float, float]:

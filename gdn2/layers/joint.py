@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.amp import is_autocast_available
 
 from gdn2.ops.linear import linear
 from gdn2.ops.maps import maps as together
@@ -75,8 +74,8 @@ def _are_alike(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
 
 def multiplies(map_: nn.Linear, x: Tensor) -> bool:
     """Whether the map of x is a product with a dense weight in the dtype of x and nothing else, on the way back too."""
-    device, weight = x.device.type, map_.weight
-    if is_autocast_available(device) and torch.is_autocast_enabled(device):
+    weight = map_.weight
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return False
     return _is_product(map_) and type(weight) is nn.Parameter and weight.dtype == x.dtype
 

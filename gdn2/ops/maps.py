@@ -58,9 +58,11 @@ def _rows(x: Tensor) -> Tensor:
 @torch.library.custom_op("gdn2::input_gradient", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def input_gradient(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Return Σ dy W [rows, inputs] for dy [rows, outputs] and W [outputs, inputs], at least one of each."""
-    with exact_products(dys[0].device):  # autocast may be on where the backward is called
-        dx = torch.mm(dys[0], weights[0])
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+    # Narrow maps first: the sum is rounded with each product, and less of it while it is small.
+    (dy, weight), *more = sorted(zip(dys, weights, strict=True), key=lambda pair: len(pair[1]))
+    with exact_products(dy.device):  # autocast may be on where the backward is called
+        dx = torch.mm(dy, weight)
+        for dy, weight in more:
             dx.addmm_(dy, weight)
     return dx
 
