@@ -327,36 +327,39 @@ def state_gradient_kernel(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr,
     PAST: tl.constexpr, SILU: tl.constexpr, L2: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the initial state of one sequence, from its first TAPS − 1 sums and what it passes on whole."""
+    """Gradient of the initial state of one sequence, from its first TAPS − 1 sums and what it passes on whole.
+
+    Held input i meets tap j in the sum of token i − j; a row's tokens are computed for each tap anew, so that no row
+    waits for another.
+    """
     blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     i_sequence = tl.program_id(0) // blocks
-    cols, r = tl.arange(0, COLS), tl.arange(0, PAST)
+    cols, i = tl.arange(0, COLS), tl.arange(0, PAST)
     channels = (tl.program_id(0) % blocks) * WIDTH + cols
     known = (cols < WIDTH) & (channels < CHANNELS)
-    sequence = tl.zeros_like(r) + i_sequence
+    held = (i < TAPS - 1)[:, None] & known[None, :]
+    sequence = tl.zeros_like(i) + i_sequence
     start, end = bounds(cu_ptr, i_sequence, length)
-    rows = start + r
-    inside = ((rows < end) & (r < TAPS - 1))[:, None] & known[None, :]
-    at = row_offsets(cu_ptr, rows, sequence, start, batch_stride, token_stride)
-    z = sum_taps(
-        x_ptr, weight_ptr, bias_ptr, state_ptr, at, r, sequence, channels, known, inside,
-        token_stride, CHANNELS, TAPS, ACC,
-    )  # fmt: skip
-    place = dy_ptr + rows.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
-    dz = finish_gradient(tl.load(place, mask=inside, other=0.0).to(ACC), z, eps, SILU, L2)
+    d_state = tl.zeros([PAST, COLS], ACC)
+    for j in tl.static_range(TAPS - 1):
+        rows = start + i - j
+        inside = ((rows >= start) & (rows < end))[:, None] & held
+        at = row_offsets(cu_ptr, rows, sequence, start, batch_stride, token_stride)
+        z = sum_taps(
+            x_ptr, weight_ptr, bias_ptr, state_ptr, at, i - j, sequence, channels, known, inside,
+            token_stride, CHANNELS, TAPS, ACC,
+        )  # fmt: skip
+        place = dy_ptr + rows.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
+        dy = tl.load(place, mask=inside, other=0.0).to(ACC)
+        tap = load_tap(weight_ptr, channels, known, TAPS - 1 - j, TAPS, ACC)
+        d_state += tap * finish_gradient(dy, z, eps, SILU, L2)
     base = i_sequence.to(tl.int64) * (CHANNELS * (TAPS - 1)) + channels * (TAPS - 1)
-    for i in tl.static_range(TAPS - 1):
-        met = inside & (r <= i)[:, None]  # sums that reach back to this input, by their tap i - r
-        tap = tl.load(
-            weight_ptr + (channels * TAPS)[None, :] + (i - r)[:, None], mask=met, other=0.0
-        )
-        d_state = tl.sum(tap.to(ACC) * dz, 0)
-        if d_final_ptr is not None:
-            kept = i - (end - start)
-            d_state += tl.load(d_final_ptr + base + kept, mask=known & (kept >= 0), other=0.0).to(
-                ACC
-            )
-        tl.store(d_state_ptr + base + i, d_state.to(d_state_ptr.dtype.element_ty), mask=known)
+    place = base[None, :] + i[:, None]
+    if d_final_ptr is not None:
+        count = end - start
+        passed = held & (i >= count)[:, None]
+        d_state += tl.load(d_final_ptr + place - count, mask=passed, other=0.0).to(ACC)
+    tl.store(d_state_ptr + place, d_state.to(d_state_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
