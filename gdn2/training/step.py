@@ -51,8 +51,29 @@ def train_step(
         total += loss.detach()
     synchronise(model, world)
     loss, norm = world.mean(total), gradient_norm(model, world).to(total)
+    found = Reading(torch.stack([loss, norm]))
     optimiser.step_clipped(lr, norm, clip, loss.isfinite() & norm.isfinite())
-    return StepResult(*torch.stack([loss, norm]).tolist())
+    return StepResult(*found.wait())
+
+
+class Reading:
+    """Numbers on their way to the host, which may queue further work before it waits for them.
+
+    So it waits for the gradients only, and prepares the next step while a GPU still moves the weights of this one.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.arrived = numbers, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait(self) -> list[float]:
+        """The numbers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.numbers.tolist()
 
 
 def loss_of(model: LanguageModel, batch: Batch, device: torch.device) -> Tensor:

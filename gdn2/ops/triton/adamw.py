@@ -142,4 +142,5 @@ def adamw(
                 *(DTYPES[column[0].dtype] for column in columns[:-1]),
                 BLOCK=BLOCK, PART=PART, num_warps=WARPS,
             )  # fmt: skip
-    torch._foreach_add_(list(steps), 1 if skip is None else 1 - skip)
+    # A list, for a single tensor would be taken for a number, and the host wait for it.
+    torch._foreach_add_(list(steps), 1 if skip is None else [1 - skip] * len(steps))
