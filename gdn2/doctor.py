@@ -23,6 +23,7 @@ from gdn2.ops import trust
 from gdn2.ops.backends import BACKENDS, RULE, why_not
 from gdn2.ops.rule import gated_delta_rule
 from gdn2.ops.selfcheck import QUANTITIES, SCENARIOS, Check, Checkup, Rule, compare
+from gdn2.ops.window_attention import takes_heads
 
 CHECKED = {"cpu": ("fp64", "fp32"), "cuda": ("fp32", "bf16")}
 
@@ -97,7 +98,7 @@ def available_rules(device: torch.device) -> Mapping[str, Rule]:
 def parts(device: torch.device) -> tuple[Part, ...]:
     """What each part of the package would run on."""
     cuda = device.type == "cuda"
-    flex = "FlexAttention for windows and packed sequences, SDPA otherwise"
+    flex = "FlexAttention for other windows and packed sequences, SDPA otherwise"
     return (
         kernel_part("rule", device, RULE),
         kernel_part("decode step", device, ("step",)),
@@ -107,11 +108,21 @@ def parts(device: torch.device) -> tuple[Part, ...]:
         kernel_part("gates of decoding", device, ("delta_inputs",)),
         kernel_part("activation of the MLP", device, ("swiglu",)),
         Part("attention", "flex, sdpa" if cuda else "sdpa", flex if cuda else "flex needs CUDA"),
-        kernel_part("windows of attention", device, ("window",)),
+        window_part(device),
         kernel_part("gradients of the loss", device, ("cross_entropy",)),
         kernel_part("log-decays", device, ("log_decay",)),
         kernel_part("steps of AdamW", device, ("adamw",)),
     )
+
+
+def window_part(device: torch.device) -> Part:
+    """Windows that divide the length, in bf16 with as many key heads as others."""
+    name = "whole windows"
+    if device.type != "cuda":
+        return Part(name, "torch", "two triangles")
+    if takes_heads(128, torch.bfloat16, device):
+        return Part(name, "cudnn, triton", "two triangles by cuDNN, and kernels around them")
+    return Part(name, "flex", "two triangles need Hopper or newer, and a kernel that is trusted")
 
 
 def kernel_part(name: str, device: torch.device, kernels: Sequence[str]) -> Part:

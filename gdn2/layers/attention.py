@@ -1,6 +1,8 @@
 """Softmax attention as a token mixer: full, or over a sliding window."""
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from gdn2.layers.config import AttentionConfig
 from gdn2.layers.initialisation import fill
@@ -10,6 +12,7 @@ from gdn2.layers.recurrence import state_dtype
 from gdn2.ops.attention import attention
 from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.rotary import apply_rotary
+from gdn2.ops.window_attention import is_whole, takes_heads
 
 
 class AttentionMixer(nn.Module):
@@ -43,9 +46,19 @@ class AttentionMixer(nn.Module):
             cache=state if started else None,
             output_cache=state is not None,
             inplace=inplace and started and layout.is_step,
-            block_mask=layout.block_mask(c.window, q.device) if not started else None,
+            block_mask=self.block_mask(layout, q.dtype, q.device) if not started else None,
         )
         return single(self.out_proj, y.flatten(-2)), cache
+
+    def block_mask(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device
+    ) -> BlockMask | None:
+        """The mask that layers of one window share; None where two triangles are taken, or SDPA."""
+        c = self.config
+        whole = layout.cu_seqlens is None and is_whole(layout.length, c.window)
+        if whole and c.kv_heads == c.num_heads and takes_heads(c.head_dim, dtype, device):
+            return None
+        return layout.block_mask(c.window, device)
 
     @property
     def joint_maps(self) -> list[nn.Linear]:

@@ -17,7 +17,6 @@ from gdn2.ops.arguments import require
 from gdn2.ops.flex import causal_block_mask, flex_spares_a_mask
 from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
-from gdn2.ops.window_attention import is_whole, on_hopper
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -128,12 +127,10 @@ class Layout:
         return self._shared[key]
 
     def block_mask(self, window: int | None, device: torch.device) -> BlockMask | None:
-        """FlexAttention's mask, made once for all layers of a window; None where it is not used."""
+        """FlexAttention's mask, made once for all layers of a window; None where it spares none."""
         packed = self.cu_seqlens is not None
         if device.type != "cuda" or not flex_spares_a_mask(self.length, window, packed):
             return None
-        if not packed and is_whole(self.length, window) and on_hopper():
-            return None  # two triangles need none; where they do not fit, each layer makes its own
         key = ("block_mask", window)
         if key not in self._shared:
             length = self.length if self.cu_seqlens is None else self._packed_length

@@ -26,18 +26,22 @@ def is_whole(length: int, window: int | None) -> bool:
 
 def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
     """Whether the blocks are whole, and kernels take such heads."""
-    if not is_whole(q.shape[1], window) or q.shape[2] != k.shape[2]:
-        return False
-    if q.is_cuda:
-        known = q.dtype in HALVES and q.shape[3] in (64, 128)
-        return known and on_hopper() and why_not("triton", q.device, q.dtype, ("window",)) is None
-    return q.device.type == "cpu"
+    whole = is_whole(q.shape[1], window) and q.shape[2] == k.shape[2]
+    return whole and takes_heads(q.shape[3], q.dtype, q.device)
+
+
+def takes_heads(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has kernels for heads of this width."""
+    if device.type == "cuda":
+        known = dtype in HALVES and head_dim in (64, 128) and on_hopper(device)
+        return known and why_not("triton", device, dtype, ("window",)) is None
+    return device.type == "cpu"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def on_hopper() -> bool:
+def on_hopper(device: torch.device) -> bool:
     """Whether cuDNN is there, on the GPUs where it was measured, or newer ones."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
@@ -129,7 +133,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
         found = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=True, scale=scale
         )
-    log = found[1].reshape(*blocks, *q.shape[1:3])
+    log = found[1].reshape(*blocks, *q.shape[1:3]).contiguous()
     return _by_rows(found[0], blocks), log
 
 
@@ -162,7 +166,7 @@ def _turned(x: Tensor, keys: bool) -> Tensor:
     if x.is_cuda:
         from gdn2.ops.triton import window  # noqa: PLC0415 (optional dependency)
 
-        y = x.new_empty(x.shape)
+        y, x = x.new_empty(x.shape), x if x.stride(-1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):  # a launch goes to the current device
             window.turn(x, y, keys, add=False)
         return y

@@ -46,6 +46,15 @@ def test_large_scores_stay_finite() -> None:
         assert_close(name, actual, expected, 1e-9)
 
 
+def test_operators_are_as_torch_demands() -> None:
+    q, k, v = operands(2, 12, heads=3, kv_heads=3, width=16)
+    ops = torch.ops.gdn2
+    torch.library.opcheck(ops.window_attention.default, (*leaves(q, k, v), 4, 0.3))
+    q, k, v = (x.detach() for x in (q, k, v))
+    y, log = ops.window_attention(q, k, v, 4, 0.3)
+    torch.library.opcheck(ops.window_attention_backward.default, (y + 1, q, k, v, y, log, 0.3))
+
+
 def test_which_calls_fit() -> None:
     q, k, _ = operands(1, 12, heads=4, kv_heads=2)
     assert fits(q, q, 4) and fits(q, q, 6)
