@@ -29,27 +29,30 @@ class _Maps(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs)
+        x, *weights = inputs
+        ctx.shape = x.shape
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
         ctx.set_materialize_grads(False)  # zeros would be multiplied like any gradient
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors  # may be read once only, under gradient checkpointing
         needs_x, *needs_weight = ctx.needs_input_grad
-        rows, d_rows = _rows(x), [None if dy is None else _rows(dy) for dy in dys]
+        d_rows = [None if dy is None else rows_of(dy) for dy in dys]
         used = [(dy, weight) for dy, weight in zip(d_rows, weights, strict=True) if dy is not None]
         dx = None
         if needs_x and used:
             total: Tensor = input_gradient([dy for dy, _ in used], [weight for _, weight in used])
-            dx = total.view(x.shape)
+            dx = total.view(ctx.shape)
         d_weights = [
-            dy.t() @ rows if needed and dy is not None else None
+            dy.t() @ rows_of(x) if needed and dy is not None else None
             for dy, needed in zip(d_rows, needs_weight, strict=True)
         ]
         return dx, *d_weights
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """[rows, width] of [..., width]."""
     return x.reshape(-1, x.shape[-1])
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from gdn2.ops.backends import why_not
+from gdn2.ops.maps import rows_of
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -40,33 +41,36 @@ class _SwigluLinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         needs_gate, needs_up, needs_weight = ctx.needs_input_grad
         if needs_gate or needs_up:
-            d_gate, d_up, h = swiglu_backward(gate, up, dy @ weight)
+            d_gate, d_up, h = swiglu_backward(gate, up, dy @ weight, needs_weight)
         else:
             d_gate, d_up, h = None, None, swiglu(gate, up)
-        d_weight = dy.flatten(0, -2).T @ h.flatten(0, -2) if needs_weight else None
+        d_weight = rows_of(dy).T @ rows_of(h) if needs_weight else None
         return d_gate, d_up, d_weight
 
 
 # An operator of its own: in the open a compiler would find h equal to the forward's, and keep that.
 @torch.library.custom_op("gdn2::swiglu_backward", mutates_args=())
-def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up from that of h = SiLU(gate) ⊙ up, and h itself; each is rounded once."""
+def swiglu_backward(
+    gate: Tensor, up: Tensor, dh: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up from that of h = SiLU(gate) ⊙ up, and h again or nothing; each is rounded once."""
     if gate.numel() > 0 and _kernels_take(gate):
         from gdn2.ops.triton import swiglu as kernels  # noqa: PLC0415 (optional dependency)
 
-        return kernels.swiglu_gradient(gate, up, dh)
+        return kernels.swiglu_gradient(gate, up, dh, again=again)
     wide = torch.promote_types(gate.dtype, torch.float32)
     x, u, d = (t.to(wide) for t in (gate, up, dh))
     y = silu(x)
     d_gate = torch.ops.aten.silu_backward(d * u, x)
-    d_gate, d_up, h = (t.to(gate.dtype).contiguous() for t in (d_gate, d * y, y * u))
+    h = y * u if again else y.new_empty(0)
+    d_gate, d_up, h = (t.to(gate.dtype).contiguous() for t in (d_gate, d * y, h))
     return d_gate, d_up, h
 
 
 @swiglu_backward.register_fake
-def _(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_gate, d_up, h = (gate.new_empty(gate.shape) for _ in range(3))
-    return d_gate, d_up, h
+def _(gate: Tensor, up: Tensor, dh: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape = gate.shape
+    return gate.new_empty(shape), gate.new_empty(shape), gate.new_empty(shape if again else 0)
 
 
 def _kernels_take(x: Tensor) -> bool:

@@ -116,6 +116,20 @@ def test_frozen_operands_get_no_gradient(frozen: tuple[str | int, ...]) -> None:
     assert_same(gradients(maps, x, weights), gradients(apart, x, weights))
 
 
+def test_frozen_maps_keep_no_input() -> None:
+    x, weights = operands((2, 3, 5), (4, 7))
+    freeze((0, 1), x, weights)
+    kept: list[torch.Size] = []
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved.shape)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        maps(x * 1, weights)
+    assert kept == [weight.shape for weight in weights]
+
+
 def counted(function: Maps, frozen: tuple[str | int, ...], unused: tuple[int, ...]) -> int:
     """FLOPs of both directions."""
     x, weights = operands((2, 3, 5), (4, 7, 1))
@@ -166,7 +180,7 @@ def test_bf16_rounds_no_more_than_autograd(count: int) -> None:
         assert relative_error(actual, expected) <= 1.2 * relative_error(other, expected)
 
 
-def test_autocast_around_the_backward_changes_nothing() -> None:
+def test_autocast_around_the_backward_does_not_round_the_sum() -> None:
     x, weights = operands((2, 3, 5), (4, 7, 1), torch.float32)
     plain = gradients(maps, x, weights)
     ys = maps(x, weights)

@@ -36,7 +36,9 @@ def differentiated(map_: Map, gate: Tensor, up: Tensor, weight: Tensor, dy: Tens
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 7), (2, 3, 8), (2, 0, 8), (1, 2, 3, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6,), (1, 1), (4, 7), (2, 3, 8), (2, 0, 8), (1, 2, 3, 9)], ids=str
+)
 def test_equals_the_plain_formula(shape: tuple[int, ...]) -> None:
     drawn = draw(*shape)
     results = differentiated(swiglu_linear, *drawn), differentiated(plain, *drawn)
@@ -63,8 +65,8 @@ def test_half_types_are_no_worse_than_autograd(dtype: torch.dtype) -> None:
 def test_what_the_backward_makes_is_rounded_once(dtype: torch.dtype) -> None:
     gate, up, _, _ = draw(5, 33, dtype=dtype)
     dh = draw(5, 33, outputs=33)[3].to(dtype)
-    wide = swiglu_backward(gate.float(), up.float(), dh.float())
-    for actual, expected in zip(swiglu_backward(gate, up, dh), wide, strict=True):
+    wide = swiglu_backward(gate.float(), up.float(), dh.float(), True)
+    for actual, expected in zip(swiglu_backward(gate, up, dh, True), wide, strict=True):
         assert torch.equal(actual, expected.to(dtype))
 
 
@@ -98,8 +100,9 @@ def test_operands_may_be_strided() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_compiler_is_told_what_the_operator_returns(dtype: torch.dtype) -> None:
     gate, up, _, _ = draw(3, 8, dtype=dtype)
-    opcheck(swiglu_backward, (gate, up, up))
-    opcheck(swiglu_backward, (gate.T.contiguous().T, up[:, :1].expand(3, 8), up))
+    opcheck(swiglu_backward, (gate, up, up, True))
+    opcheck(swiglu_backward, (gate, up, up, False))
+    opcheck(swiglu_backward, (gate.T.contiguous().T, up[:, :1].expand(3, 8), up, True))
 
 
 def test_gradients_have_no_gradients_and_say_so() -> None:

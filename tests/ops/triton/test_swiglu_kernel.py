@@ -38,10 +38,19 @@ def by_autograd(gate: Tensor, up: Tensor, dh: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(1, 1), (7,), (3, 33), (2, 5, 16), (2, 1, 3, 47)], ids=str)
 def test_equals_autograd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     given = draw(*shape, dtype=dtype)
-    found = swiglu_gradient(*given)
+    found = swiglu_gradient(*given, again=True)
     for name, actual, right in zip(NAMES, found, by_autograd(*given), strict=True):
         assert (actual.dtype, actual.is_contiguous()) == (dtype, True)
         assert_close(name, actual, right, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("poison")
+def test_the_product_is_made_only_where_it_is_needed() -> None:
+    given = draw(2, 5, 16)
+    found = swiglu_gradient(*given, again=False)
+    for name, actual, right in zip(NAMES[:2], found[:2], by_autograd(*given)[:2], strict=True):
+        assert_close(name, actual, right, TOLERANCE[actual.dtype])
+    assert found[2].numel() == 0
 
 
 @pytest.mark.usefixtures("poison")
@@ -52,7 +61,7 @@ def test_rows_may_lie_apart() -> None:
     apart = [side[:, 2:23].copy_(x) for side, x in zip(sides, (gate, up, dh), strict=True)]
     for given in (apart, [gate.T.contiguous().T, up, dh]):
         for name, a, b in zip(
-            NAMES, swiglu_gradient(*given), by_autograd(gate, up, dh), strict=True
+            NAMES, swiglu_gradient(*given, again=True), by_autograd(gate, up, dh), strict=True
         ):
             assert_close(name, a, b, 1e-14)
 
@@ -60,7 +69,7 @@ def test_rows_may_lie_apart() -> None:
 def test_saturated_gates_have_finite_gradients() -> None:
     gate = torch.tensor([[-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4]])
     up, dh = torch.full_like(gate, 2.0), torch.full_like(gate, 0.5)
-    found = swiglu_gradient(gate, up, dh)
+    found = swiglu_gradient(gate, up, dh, again=True)
     for name, actual, right in zip(NAMES, found, by_autograd(gate, up, dh), strict=True):
         assert torch.allclose(actual.double(), right, rtol=1e-5, atol=1e-30), name
 
@@ -69,8 +78,10 @@ def test_half_types_round_once() -> None:
     """But for bf16, which the interpreter cuts off."""
     for dtype in (torch.bfloat16, torch.float16):
         given = draw(4, 33, dtype=dtype)
-        wide = swiglu_gradient(*(x.float() for x in given))
-        for name, actual, right in zip(NAMES, swiglu_gradient(*given), wide, strict=True):
+        wide = swiglu_gradient(*(x.float() for x in given), again=True)
+        for name, actual, right in zip(
+            NAMES, swiglu_gradient(*given, again=True), wide, strict=True
+        ):
             assert actual.dtype == dtype
             assert_close(name, actual, right.to(dtype), 8e-3 if dtype == torch.bfloat16 else 0.0)
 
@@ -85,7 +96,9 @@ def test_the_operator_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "_kernels_take", lambda x, takes=takes: takes)
         leaves = [x.clone().requires_grad_() for x in (gate, up, weight)]
         y = swiglu_linear(*leaves)
-        results.append([y, *torch.autograd.grad(y, leaves, dy), *swiglu_backward(gate, up, dh)])
+        results.append(
+            [y, *torch.autograd.grad(y, leaves, dy), *swiglu_backward(gate, up, dh, True)]
+        )
     for i, (a, b) in enumerate(zip(*results, strict=True)):
         assert_close(f"result {i}", a, b, 1e-6)
     assert not all(torch.equal(a, b) for a, b in zip(*results, strict=True))
