@@ -18,7 +18,7 @@ from gdn2.hf.cache import Gdn2Cache, Moment
 from gdn2.hf.configuration import Gdn2Config
 from gdn2.hf.inputs import layout_of
 from gdn2.layers.layout import Layout
-from gdn2.layers.norm import RMSNorm
+from gdn2.layers.norm import RMSNorm, add_and_normalise
 from gdn2.models.initialisation import parameter_value
 from gdn2.models.language_model import Block
 from gdn2.models.param_groups import param_groups
@@ -159,7 +159,7 @@ class Gdn2PreTrainedModel(PreTrainedModel):
             past = None if before is None else before.state.layers[i]
             x, delta, after = block(x, delta, past, layout, False)
             layers.append(after)
-        _, x = self.norm.after(x, delta)
+        _, x = add_and_normalise(self.norm, x, delta)
         if cache is not None and before is not None:
             seen = before.state.seen + layout.lengths
             state = ModelState(tuple(layers), seen, before.state.config)

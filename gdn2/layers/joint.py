@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from gdn2.layers.bare import is_bare
 from gdn2.ops.linear import linear
 from gdn2.ops.maps import maps as together
 
@@ -35,7 +36,7 @@ def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
 
 def single(map_: nn.Module, x: Tensor) -> Tensor:
     """What a map makes of x; one with hooks or of another class, as an adapter, is called."""
-    if not torch.is_grad_enabled() and _is_plain(map_):
+    if not torch.is_grad_enabled() and is_bare(map_, nn.Linear):
         assert isinstance(map_, nn.Linear)
         return linear(x, map_.weight, map_.bias)
     return map_(x)
@@ -74,10 +75,9 @@ def _are_alike(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
 
 def multiplies(map_: nn.Linear, x: Tensor) -> bool:
     """Whether the map of x is a product with a dense weight in the dtype of x and nothing else, on the way back too."""
-    weight = map_.weight
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    if not _is_product(map_) or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return False
-    return _is_product(map_) and type(weight) is nn.Parameter and weight.dtype == x.dtype
+    return type(map_.weight) is nn.Parameter and map_.weight.dtype == x.dtype
 
 
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
@@ -107,11 +107,4 @@ def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _is_product(map_: nn.Module) -> bool:
-    return _is_plain(map_) and map_._parameters["bias"] is None
-
-
-def _is_plain(map_: nn.Module) -> bool:
-    """Whether calling the map would do nothing but multiply by its weight: no other class, no hooks."""
-    hooks = map_._forward_hooks or map_._forward_pre_hooks or "forward" in map_.__dict__
-    hooks = hooks or map_._backward_hooks or map_._backward_pre_hooks
-    return type(map_) is nn.Linear and not hooks
+    return is_bare(map_, nn.Linear) and map_._parameters["bias"] is None

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from gdn2.layers.bare import is_bare
 from gdn2.ops.norm import GateActivation, add_rms_norm, gated_rms_norm, rms_norm
 
 
@@ -17,12 +18,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum x + delta, and its norm."""
-        if delta is None:
-            return x, self(x)
-        return add_rms_norm(x, delta, self.weight, self.eps)
-
     def gated(
         self, x: Tensor, gate: Tensor, activation: GateActivation, gate_first: bool = False
     ) -> Tensor:
@@ -30,3 +25,12 @@ class RMSNorm(nn.Module):
         return gated_rms_norm(
             x, gate, self.weight, self.eps, activation=activation, gate_first=gate_first
         )
+
+
+def add_and_normalise(norm: nn.Module, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum x + delta, and its norm; a norm with hooks or of another class, as an adapter, is called."""
+    if delta is not None and is_bare(norm, RMSNorm):
+        assert isinstance(norm, RMSNorm)
+        return add_rms_norm(x, delta, norm.weight, norm.eps)
+    x = x if delta is None else x + delta
+    return x, norm(x)

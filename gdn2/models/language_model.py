@@ -12,7 +12,7 @@ from gdn2.layers.config import MixerConfig
 from gdn2.layers.layout import Layout
 from gdn2.layers.mixers import Mixer, MixerState, build_mixer
 from gdn2.layers.mlp import SwiGLU
-from gdn2.layers.norm import RMSNorm
+from gdn2.layers.norm import RMSNorm, add_and_normalise
 from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
 from gdn2.models.param_groups import param_groups
@@ -53,9 +53,9 @@ class Block(nn.Module):
         inplace: bool,
     ) -> tuple[Tensor, Tensor, MixerState | None]:
         """Take x and what is to be added to it, and return the same after the block, with the mixer's state."""
-        x, normed = self.mixer_norm.after(x, delta)
+        x, normed = add_and_normalise(self.mixer_norm, x, delta)
         mixed, state = self.mixer(normed, state, layout, inplace)
-        x, normed = self.mlp_norm.after(x, mixed)
+        x, normed = add_and_normalise(self.mlp_norm, x, mixed)
         return x, self.mlp(normed), state
 
 
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
         for block, layer in zip(self.blocks, before, strict=True):
             x, delta, after = self._run(block, x, delta, layer, layout, inplace)
             layers.append(after)
-        _, x = self.norm.after(x, delta)
+        _, x = add_and_normalise(self.norm, x, delta)
         if state is None:
             return x, None, layout
         seen = state.seen + layout.lengths

@@ -129,9 +129,21 @@ class _WideBias(nn.Linear):
 
 def _compile(model: LanguageModel) -> None:
     """Compile the blocks' methods, not the blocks: hooks stay outside, parameters keep their names."""
+    model.blocks[0].register_forward_pre_hook(_add_zeros)
     for block in model.blocks:
         block.register_forward_pre_hook(_make_tables)
         block.forward = torch.compile(block.forward)
+
+
+def _add_zeros(block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the first block zeros to add, with a gradient like any, or its graph would be one of its own.
+
+    Dynamo makes eight graphs of a method and leaves the rest uncompiled.
+    """
+    x, delta, *others = arguments
+    if delta is None:
+        delta = torch.zeros_like(x, requires_grad=x.requires_grad)
+    return x, delta, *others
 
 
 def _make_tables(block: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -144,7 +156,7 @@ def _make_tables(block: nn.Module, arguments: tuple[Any, ...]) -> None:
     if isinstance(block.mixer, AttentionMixer):
         config = block.mixer.config
         layout.rotary(config.head_dim, config.rotary_base, state_dtype(x.dtype), x.device)
-        layout.block_mask(config.window, x.device)
+        block.mixer.block_mask(layout, x.dtype, x.device)
 
 
 def _shard(model: LanguageModel, mesh: DeviceMesh, compute: torch.dtype | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from torch.nn.modules.module import register_module_forward_hook
 
 from gdn2.layers import joint as module
 from gdn2.layers.joint import joint, lay_side_by_side, single
@@ -181,6 +182,17 @@ class Doubled(Tensor):
         return 2 * result if function is nn.functional.linear else result
 
 
+class Wrapped(nn.Module):
+    """As an adapter that holds a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
 def nothing(*_: object) -> None:
     """A hook that changes nothing."""
 
@@ -195,6 +207,7 @@ def nothing(*_: object) -> None:
         lambda three: three.b.register_full_backward_pre_hook(nothing),
         lambda three: setattr(three, "b", nn.Linear(5, 4).double()),
         lambda three: setattr(three, "b", Adapted(5, 4, bias=False).double()),
+        lambda three: setattr(three, "b", Wrapped()),
         lambda three: setattr(three.b, "forward", lambda x: x @ three.b.weight.t()),
         lambda three: setattr(
             three.b, "weight", nn.Parameter(three.b.weight.detach().as_subclass(Doubled))
@@ -202,7 +215,7 @@ def nothing(*_: object) -> None:
     ],
     ids=[
         *("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"),
-        *("bias", "other class", "other forward", "other weight"),
+        *("bias", "other class", "no weight", "other forward", "other weight"),
     ],
 )
 def test_what_is_more_than_a_product_is_called(change: Callable[[Three], object]) -> None:
@@ -211,6 +224,17 @@ def test_what_is_more_than_a_product_is_called(change: Callable[[Three], object]
     assert not adds(three, row(2, 3))
     for y, map_ in zip(joint(row(2, 3), *three.joint_maps), three.joint_maps, strict=True):
         assert torch.equal(y, map_(row(2, 3)))
+
+
+@pytest.mark.usefixtures("adding")
+def test_hooks_of_all_modules_are_called() -> None:
+    three, seen = Three(), []
+    hook = register_module_forward_hook(lambda called, *_: seen.append(called))
+    try:
+        joint(row(2, 3), *three.joint_maps)
+    finally:
+        hook.remove()
+    assert seen == [*three.joint_maps]
 
 
 @pytest.mark.usefixtures("adding")

@@ -152,6 +152,26 @@ def test_an_adapter_is_called(calls: list[int]) -> None:
     assert calls == []
 
 
+class Wrapped(nn.Module):
+    """As an adapter that holds a map, and has no weight of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
+def test_an_adapter_without_a_weight_is_called(calls: list[int]) -> None:
+    made, base = make(), make()
+    made.load_state_dict(base.state_dict())
+    made.down_proj = Wrapped(made.down_proj)  # type: ignore[assignment]
+    x = torch.randn(3, WIDTH, dtype=base.down_proj.weight.dtype)
+    assert_close("y", made(x), 2 * plain(base)(x), EXACT)
+    assert calls == []
+
+
 def test_a_bias_is_added(calls: list[int]) -> None:
     made = make()
     made.down_proj.bias = bias = nn.Parameter(torch.ones(WIDTH).double())

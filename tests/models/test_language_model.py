@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gdn2
@@ -20,6 +20,7 @@ from tests.models.cases import EVERYTHING, VOCABULARY, config, make, tokens
 
 EXACT = 1e-10
 LENGTHS = [4, 9, 1, 6]
+NORMS = ("mixer_norm", "mlp_norm", "norm")
 
 
 def logits_of(model: LanguageModel, ids: Tensor, layout: Layout | None = None) -> Tensor:
@@ -250,6 +251,35 @@ def test_states_can_be_picked_and_copied() -> None:
     assert_close("logits", logits, logits_of(model, ids[[2, 0]])[:, 6:], EXACT)
     assert picked.rows == 2
     assert state.nbytes == sum(x.numel() * x.element_size() for x in state.tensors())
+
+
+class Doubling(nn.Module):
+    """As an adapter that holds a norm."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
+def test_norms_with_hooks_or_adapters_are_called() -> None:
+    model, ids = make(config(DELTA, MIXERS["window"], layers=2)), tokens(2, 9)
+    plain = logits_of(model, ids)
+    norms = [
+        x
+        for name, x in model.named_modules()
+        if name.split(".")[-1] in NORMS and ".mixer." not in name
+    ]
+    seen: list[nn.Module] = []
+    hooks = [x.register_forward_hook(lambda norm, *_: seen.append(norm)) for x in norms]
+    assert_close("logits", logits_of(model, ids), plain, EXACT)
+    assert len(norms) == 5 and seen == norms
+    for hook in hooks:
+        hook.remove()
+    model.norm = Doubling(model.norm)  # type: ignore[assignment]
+    assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
 
 
 def test_compiles_to_one_graph() -> None:

@@ -1,5 +1,6 @@
 """One model over several processes is the model of one process."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from gdn2.models.param_groups import group_of
 from gdn2.ops.maps import maps
 from gdn2.training.shard import accumulate, build_model, full_weights, gradient_norm, whole_model
 from gdn2.training.world import World
-from tests.models.cases import EVERYTHING, tokens
+from tests.layers.cases import DELTA
+from tests.models.cases import EVERYTHING, config, tokens
 from tests.training.spawn import alone, in_processes
 from tests.training.tiny import HYBRID, batch, build, losses, plain_losses
 
@@ -153,6 +155,31 @@ def test_compiled_blocks_follow_the_curve() -> None:
         for again in (False, True):
             curve, _ = mixed(world, compile=True, checkpoint_blocks=again)
             assert curve == pytest.approx(expected, rel=5e-3)
+
+
+def test_equal_blocks_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them too, although nothing is to be added to its input."""
+    chosen, graphs = config(DELTA, layers=3), []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True, backend=count))
+    with alone() as world:
+        model = build_model(
+            chosen,
+            seed=0,
+            world=world,
+            weights=torch.float32,
+            compute=torch.float32,
+            compile=True,
+        )
+        loss = model(tokens(2, 9), targets=tokens(2, 9, seed=1)).loss
+    assert len(graphs) == 1
+    plain = LanguageModel(chosen, seed=0)
+    assert loss == plain(tokens(2, 9), targets=tokens(2, 9, seed=1)).loss
 
 
 def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:
