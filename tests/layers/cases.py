@@ -70,3 +70,14 @@ def run_split(mixer: Mixer, x: Tensor, pieces: list[int]) -> tuple[Tensor, Any]:
         outputs.append(y)
         past += piece.shape[1]
     return torch.cat(outputs, 1), state
+
+
+class Doubling(nn.Module):
+    """As an adapter that holds a module, and has no weight of its own."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)

@@ -14,7 +14,7 @@ from gdn2.layers import joint as module
 from gdn2.layers.joint import joint, lay_side_by_side, single
 from gdn2.layers.mlp import SwiGLU
 from tests.closeness import assert_close
-from tests.layers.cases import MIXERS
+from tests.layers.cases import MIXERS, Doubling
 from tests.models.cases import config, make, tokens
 
 EXACT = 1e-12
@@ -182,17 +182,6 @@ class Doubled(Tensor):
         return 2 * result if function is nn.functional.linear else result
 
 
-class Wrapped(nn.Module):
-    """As an adapter that holds a map."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.base(x)
-
-
 def nothing(*_: object) -> None:
     """A hook that changes nothing."""
 
@@ -207,7 +196,7 @@ def nothing(*_: object) -> None:
         lambda three: three.b.register_full_backward_pre_hook(nothing),
         lambda three: setattr(three, "b", nn.Linear(5, 4).double()),
         lambda three: setattr(three, "b", Adapted(5, 4, bias=False).double()),
-        lambda three: setattr(three, "b", Wrapped()),
+        lambda three: setattr(three, "b", Doubling(nn.Linear(5, 4).double())),
         lambda three: setattr(three.b, "forward", lambda x: x @ three.b.weight.t()),
         lambda three: setattr(
             three.b, "weight", nn.Parameter(three.b.weight.detach().as_subclass(Doubled))

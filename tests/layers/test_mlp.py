@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gdn2.layers.mlp import SwiGLU
 from gdn2.ops.swiglu import swiglu_linear
 from tests.closeness import assert_close
-from tests.layers.cases import WIDTH, inputs, scramble
+from tests.layers.cases import WIDTH, Doubling, inputs, scramble
 
 INNER = 14
 EXACT = 1e-12
@@ -152,21 +152,10 @@ def test_an_adapter_is_called(calls: list[int]) -> None:
     assert calls == []
 
 
-class Wrapped(nn.Module):
-    """As an adapter that holds a map, and has no weight of its own."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.base(x)
-
-
 def test_an_adapter_without_a_weight_is_called(calls: list[int]) -> None:
     made, base = make(), make()
     made.load_state_dict(base.state_dict())
-    made.down_proj = Wrapped(made.down_proj)  # type: ignore[assignment]
+    made.down_proj = Doubling(made.down_proj)  # type: ignore[assignment]
     x = torch.randn(3, WIDTH, dtype=base.down_proj.weight.dtype)
     assert_close("y", made(x), 2 * plain(base)(x), EXACT)
     assert calls == []

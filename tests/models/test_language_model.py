@@ -15,7 +15,7 @@ from gdn2.models.state import ModelState
 from gdn2.ops.chunk_op import chunk_forward
 from tests.closeness import assert_close, relative_error
 from tests.layers import literal
-from tests.layers.cases import DELTA, MIXERS
+from tests.layers.cases import DELTA, MIXERS, Doubling
 from tests.models.cases import EVERYTHING, VOCABULARY, config, make, tokens
 
 EXACT = 1e-10
@@ -251,17 +251,6 @@ def test_states_can_be_picked_and_copied() -> None:
     assert_close("logits", logits, logits_of(model, ids[[2, 0]])[:, 6:], EXACT)
     assert picked.rows == 2
     assert state.nbytes == sum(x.numel() * x.element_size() for x in state.tensors())
-
-
-class Doubling(nn.Module):
-    """As an adapter that holds a norm."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.base(x)
 
 
 def test_norms_with_hooks_or_adapters_are_called() -> None:
