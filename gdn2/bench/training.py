@@ -237,7 +237,7 @@ class Contest:
 
     def _measure(self, shape: Shape, names: list[str]) -> list[Row]:
         self.release(keep=names)
-        plan, warm = self.plan, WARMUP.get(self.plan.device.type, 2)
+        plan, warm = self.plan, WARMUP[self.plan.device.type]
         batch = random_batch(shape, self.config.vocab_size, plan.device)
         first = {name: self._first_step(name, batch) for name in names}
         calls = {name: partial(self.trainers[name].step, batch) for name in names}
