@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gdn2.ops.arguments import DTYPES, check_state, exact_products, new_state, require
+from gdn2.ops.arguments import DTYPES, check_state, new_state, require
 from gdn2.ops.family import Pattern
 from gdn2.ops.packing import check_cu_seqlens, sequence_ids
+from gdn2.ops.ranks import rank_reads
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 
 
@@ -57,7 +58,7 @@ def mamba3(
         state = new_mamba3_state(q, v, sequences)
     else:
         _check_state(state, sequences, q, v)
-    x = _shifted(q, k, v, g, dt, lam, state, cu_seqlens)
+    x = _shifted(q, k, v, g, dt, lam, state, cu_seqlens, backend)
     o, P = gated_delta_rule(
         **x.pattern,
         initial_state=state.S,
@@ -117,6 +118,7 @@ def _shifted(
     lam: Tensor,
     state: Mamba3State,
     cu_seqlens: Tensor | None,
+    backend: str = "auto",
 ) -> _Shifted:
     """Mamba-3 as a pattern that writes the previous token.
 
@@ -135,9 +137,9 @@ def _shifted(
     zeta_previous, zeta_last = _history(zeta, zeta.new_zeros(state.S.shape[:2]), index)
     write = g.exp() * (zeta_previous + (1 - lam) * dt)
 
-    beside = _read(q, k, v, zeta)
-    if rank > 1:  # sub-token j has met the previous token's ranks up to j, and lacks the others
-        beside = beside + _read(q, k_previous, v_previous, write, above_diagonal=True)
+    # sub-token j has met the previous token's ranks up to j, and lacks the others
+    old = (k_previous, v_previous, write) if rank > 1 else None
+    beside = rank_reads(q, k, v, zeta, old, backend)
     pattern = Pattern(
         q=q.flatten(1, 2),
         k=k_previous.flatten(1, 2),
@@ -162,21 +164,14 @@ def _completed(
     return o.unflatten(1, x.beside.shape[1:3]) + x.beside, Mamba3State(P, x.k, x.v)
 
 
-def _read(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, above_diagonal: bool = False) -> Tensor:
-    """Σ_i weight (q^j · k^i) v^i for each token's rank j; above the diagonal, over i > j alone."""
-    with exact_products(q.device):
-        scores = torch.einsum("btjhk,btihk->bthji", q, k) * weight[..., None, None]
-        scores = scores.triu(1) if above_diagonal else scores
-        return torch.einsum("bthji,btihv->btjhv", scores.to(v.dtype), v)
-
-
 def _history(
     x: Tensor, before: Tensor, index: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Return x [B, T, …] one token earlier, and each sequence's last token; `before` [N, …] precedes its first."""
     if index is None:
         rows = torch.cat([before.unsqueeze(1), x], 1)
-        return rows[:, :-1], rows[:, -1].clone()  # a view would keep the whole sequence alive
+        # contiguous, as all kernels that read it want it; a view of the last would keep the whole sequence alive
+        return rows[:, :-1].contiguous(), rows[:, -1].clone()
     rows = torch.cat([x.squeeze(0), before])
     previous, last = (rows.index_select(0, i) for i in index)
     return previous.unsqueeze(0), last

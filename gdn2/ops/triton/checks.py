@@ -47,6 +47,7 @@ from gdn2.ops.triton.companions import (
     check_log_decay,
     check_matvec,
     check_norm,
+    check_ranks,
     check_step,
     check_swiglu,
     check_window,
@@ -298,6 +299,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "window": check_window,
     "log_decay": check_log_decay,
     "adamw": check_adamw,
+    "ranks": check_ranks,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,
     PLAIN: check_plain_scan,

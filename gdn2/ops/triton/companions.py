@@ -12,6 +12,7 @@ from gdn2.ops.conv_op import convolve, convolve_step
 from gdn2.ops.log_decay import log_decay, log_decay_by_kernel
 from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import add_normalize_backward, normalize
+from gdn2.ops.ranks import MOST_RANKS, rank_reads, ranks_by_kernel
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
 from gdn2.ops.triton import norm, window
@@ -253,6 +254,26 @@ def check_window(device: torch.device, dtype: torch.dtype) -> Pairs:
     weights = [(x - total).exp().mT.unsqueeze(-1) for x in (own_log[:, 1:].double(), later)]
     right = own[:, 1:].double() * weights[0] + before.double().flip(2).roll(-1, 2) * weights[1]
     return found | {"joined": (y[:, 1:], right), "normalisers": (log[:, 1:], total)}
+
+
+def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Ranks that read each other, alone and with those of the token before; all their gradients."""
+
+    def kernel(**given: Tensor) -> list[Tensor]:
+        return [ranks_by_kernel([*given.values()])]
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **old: Tensor) -> list[Tensor]:
+        return [rank_reads(q, k, v, weight, tuple(old.values()) or None, "torch")]  # type: ignore[arg-type]
+
+    found: Pairs = {}
+    for ranks in (1, MOST_RANKS):
+        shape, gates = (2, 5, ranks, 3, HEAD), (2, 5, 3)
+        shapes = {**dict.fromkeys(("q", "k", "v"), shape), "weight": gates}
+        if ranks > 1:
+            shapes |= {"k_old": shape, "v_old": shape, "weight_old": gates}
+        pairs = compare(kernel, twin, draw(shapes, dtype), ("o",), device)
+        found |= {f"{name}, {ranks} ranks": pair for name, pair in pairs.items()}
+    return found
 
 
 def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:

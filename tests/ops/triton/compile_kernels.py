@@ -1,4 +1,4 @@
-"""Compile what the stages and the gradients of convolution and activation would launch, for any architecture.
+"""Compile what the stages, the gradients of convolution and activation, and Mamba-3's ranks would launch, anywhere.
 
 No GPU is needed. A script, since tests interpret:
 
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import conv_launch, launch, stages, swiglu
+from gdn2.ops.triton import conv_launch, launch, ranks, stages, swiglu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -94,11 +94,19 @@ def run_activation(dtype: torch.dtype) -> None:
     swiglu.swiglu_gradient(*(torch.zeros(2, 6912, dtype=dtype) for _ in range(3)), again=True)
 
 
+def run_ranks(dtype: torch.dtype) -> None:
+    """Two tokens of the 1.3B Mamba-3 MIMO, both ways."""
+    x, weight = torch.zeros(1, 2, 4, 64, 64, dtype=dtype), torch.zeros(1, 2, 64)
+    given = [x, x, x, weight, x, x, weight]
+    ranks.forward(given)
+    ranks.backward(x, given)
+
+
 def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, conv_launch, swiglu)
+        for module in (stages, conv_launch, swiglu, ranks)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -117,6 +125,7 @@ def main(wanted: str, *cases: str) -> None:
         run_stages(DTYPES[dtype], int(width), int(chunk))
         run_convolution(DTYPES[dtype], int(width))
         run_activation(DTYPES[dtype])
+        run_ranks(DTYPES[dtype])
     print(json.dumps(rows))
 
 

@@ -35,6 +35,7 @@ from gdn2.ops.triton import (
     matvec,
     norm,
     pipeline,
+    ranks,
     stages,
     step,
     swiglu,
@@ -59,6 +60,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "window": (window, "turn", "join"),
     "log_decay": (log_decay, "log_decay", "log_decay_gradient"),
     "adamw": (adamw, "adamw"),
+    "ranks": (ranks, "rank_reads", "rank_reads_gradient"),
 }
 
 
@@ -178,6 +180,13 @@ def test_the_gradient_of_an_activation_compiles(tmp_path: Path) -> None:
     cases = [f"{target},{dtype},128,64" for target in (86, 90, 100) for dtype in ("bf16", "fp32")]
     rows = compile_kernels("swiglu_gradient", cases, tmp_path)
     assert rows == [(case, "swiglu_gradient_kernel", 0) for case in cases]
+
+
+def test_reads_of_ranks_compile(tmp_path: Path) -> None:
+    cases = [f"{target},{dtype},64,64" for target in (80, 90, 120) for dtype in ("bf16", "fp32")]
+    rows = compile_kernels("rank_reads,rank_reads_gradient", cases, tmp_path)
+    assert len(rows) == 2 * len(cases)
+    assert all(isinstance(shared, int) for _, _, shared in rows)
 
 
 @pytest.mark.slow
