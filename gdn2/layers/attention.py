@@ -20,7 +20,7 @@ class AttentionMixer(nn.Module):
 
     def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.laid = config, False
         queries, keys = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(hidden_size, keys, bias=False)
@@ -33,7 +33,7 @@ class AttentionMixer(nn.Module):
     ) -> tuple[Tensor, KVCache | None]:
         """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
         c = self.config
-        projections = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        projections = joint(x, self.q_proj, self.k_proj, self.v_proj, laid=self.laid)
         q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in projections)
         table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(q.dtype), q.device)
         started = state is not None and state.capacity > 0

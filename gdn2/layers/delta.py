@@ -55,7 +55,7 @@ class DeltaMixer(nn.Module):
 
     def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
-        self.config, self.recompute = config, True
+        self.config, self.recompute, self.laid = config, True, False
         keys, values = config.key_width, config.value_width
 
         def linear(outputs: int) -> nn.Linear:
@@ -92,7 +92,7 @@ class DeltaMixer(nn.Module):
     ) -> tuple[Tensor, DeltaState | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
         entries = self._entries
-        made = dict(zip(entries, joint(x, *entries.values()), strict=True))
+        made = dict(zip(entries, joint(x, *entries.values(), laid=self.laid), strict=True))
         if state is not None and inplace and layout.is_step and self._fused(x, state):
             pattern, past = self._step_pattern(made, state), state[1:]
         else:

@@ -6,7 +6,7 @@ So weights of maps that take the same input are laid side by side in one block o
 part, and the block is multiplied at once.
 
 In training on a GPU each map would leave a gradient of the input, to be added up by kernels that only read and write;
-there the products of the backward add to one another (`gdn2.ops.maps`).
+there the products of the backward add to one another, and with weights side by side they are one (`gdn2.ops.maps`).
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,24 @@ from torch import Tensor, nn
 from gdn2.layers.bare import is_bare
 from gdn2.ops.linear import linear
 from gdn2.ops.maps import maps as together
+from gdn2.ops.maps import side_by_side
 
 
-def joint(x: Tensor, *maps: nn.Linear) -> Sequence[Tensor]:
+def joint(x: Tensor, *maps: nn.Linear, laid: bool = False, kept: bool = False) -> Sequence[Tensor]:
     """What each of the maps makes of x: one product where gradients are not needed and their weights lie side by side.
 
     On a CPU only of a single row: there its block is laid out for that. With gradients those of x add to one another.
+
+    Args:
+        x: [..., inputs].
+        maps: of the same input.
+        laid: whether `lay_in_blocks` has laid out the weights, so that gradients are worth being joined.
+        kept: whether all results are needed until the backward, so that they may be one tensor at no cost.
     """
     if torch.is_grad_enabled():
         if _adds_gradients(x) and _are_alike(x, maps):
-            return together(x, [map_.weight for map_ in maps])
+            weights = [map_.weight for map_ in maps]
+            return together(x, weights, one_output=kept, one_gradient=laid)
     elif x.is_cuda or x.numel() == x.shape[-1]:
         block = _block(maps)
         if block is not None:
@@ -48,19 +56,38 @@ def lay_side_by_side(root: nn.Module) -> None:
     There other linear maps are laid out by columns too, which more than one core can read for a single row. Values stay
     and no memory is taken, but results may differ in their last bits.
     """
-    groups: list[list[nn.Linear]] = [getattr(m, "joint_maps", []) for m in root.modules()]
+    groups = [maps for _, maps in _joint_groups(root)]
     joined = {map_ for group in groups for map_ in group}
     alone = [[m] for m in root.modules() if type(m) is nn.Linear and m not in joined]
     for group in filter(None, [*groups, *alone]):
-        weights = [map_.weight for map_ in group]
-        if weights[0].device.type == "cpu":
-            block = torch.cat([weight.data.t() for weight in weights], 1).t()
-        elif len(weights) > 1:
-            block = torch.cat([weight.data for weight in weights])
-        else:
-            continue
-        for weight, part in zip(weights, block.split([len(w) for w in weights]), strict=True):
-            weight.data = part
+        on_cpu = group[0].weight.device.type == "cpu"
+        if on_cpu or len(group) > 1:
+            _lay(group, by_columns=on_cpu)
+
+
+def lay_in_blocks(root: nn.Module) -> None:
+    """Lay weights as `lay_side_by_side` does on a GPU, for training: as they were, but next to each other.
+
+    Only where all of them begin at multiples of 16 bytes, as kernels like it; modules are told by their `laid`.
+    """
+    for module, maps in _joint_groups(root):
+        if len(maps) > 1 and all(map_.weight.nbytes % 16 == 0 for map_ in maps):
+            _lay(maps, by_columns=False)
+            module.laid = True  # type: ignore[assignment]
+
+
+def _joint_groups(root: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
+    return [(m, [*m.joint_maps]) for m in root.modules() if hasattr(m, "joint_maps")]  # type: ignore[misc]
+
+
+def _lay(maps: Sequence[nn.Linear], by_columns: bool) -> None:
+    weights = [map_.weight for map_ in maps]
+    if by_columns:
+        block = torch.cat([weight.data.t() for weight in weights], 1).t()
+    else:
+        block = torch.cat([weight.data for weight in weights])
+    for weight, part in zip(weights, block.split([len(w) for w in weights]), strict=True):
+        weight.data = part
 
 
 def _adds_gradients(x: Tensor) -> bool:
@@ -83,27 +110,11 @@ def multiplies(map_: nn.Linear, x: Tensor) -> bool:
 def _block(maps: Sequence[nn.Linear]) -> Tensor | None:
     """The weight [all outputs, inputs] whose parts are the maps' weights, in this order, if there is one.
 
-    Found by where they lie, at each call: a weight that was given other memory has left its block. A map with a bias or
-    hooks, or of another class, such as an adapter, is more than its weight.
+    A map with a bias or hooks, or of another class, such as an adapter, is more than its weight.
     """
     if not all(_is_product(map_) for map_ in maps):
         return None
-    first: Tensor = maps[0].weight
-    strides, dtype, outputs = first.stride(), first.dtype, 0
-    end = start = first.data_ptr()
-    for map_ in maps:
-        weight = map_.weight
-        if weight.data_ptr() != end or weight.dtype != dtype or weight.stride() != strides:
-            return None
-        outputs += map_.out_features
-        end = start + outputs * strides[0] * first.element_size()
-    # neighbours in memory that was taken piece by piece are no block
-    if maps[-1].weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    by_rows, by_columns = first.stride(1) == 1, first.stride(0) == 1 and outputs <= first.stride(1)
-    if not (by_rows or by_columns):
-        return None
-    return first.as_strided((outputs, first.shape[1]), first.stride())
+    return side_by_side([map_.weight for map_ in maps], 0)
 
 
 def _is_product(map_: nn.Module) -> bool:

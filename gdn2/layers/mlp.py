@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
         return [self.gate_proj, self.up_proj]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = joint(x, self.gate_proj, self.up_proj)
+        gate, up = joint(x, self.gate_proj, self.up_proj, kept=True)
         if torch.is_grad_enabled() and multiplies(self.down_proj, gate):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return single(self.down_proj, swiglu(gate, up))

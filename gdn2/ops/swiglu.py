@@ -40,20 +40,23 @@ class _SwigluLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         needs_gate, needs_up, needs_weight = ctx.needs_input_grad
+        d_gate = d_up = None
         if needs_gate or needs_up:
-            d_gate, d_up, h = swiglu_backward(gate, up, dy @ weight, needs_weight)
+            both, h = swiglu_backward(gate, up, dy @ weight, needs_weight)
+            d_gate, d_up = both.chunk(2, -1)
         else:
-            d_gate, d_up, h = None, None, swiglu(gate, up)
+            h = swiglu(gate, up)
         d_weight = rows_of(dy).T @ rows_of(h) if needs_weight else None
         return d_gate, d_up, d_weight
 
 
 # An operator of its own: in the open a compiler would find h equal to the forward's, and keep that.
 @torch.library.custom_op("gdn2::swiglu_backward", mutates_args=())
-def swiglu_backward(
-    gate: Tensor, up: Tensor, dh: Tensor, again: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up from that of h = SiLU(gate) ⊙ up, and h again or nothing; each is rounded once."""
+def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up from that of h = SiLU(gate) ⊙ up, and h again or nothing; each is rounded once.
+
+    The two gradients are one tensor [..., 2 width], so that one product can take them (`gdn2.ops.maps`).
+    """
     if gate.numel() > 0 and _kernels_take(gate):
         from gdn2.ops.triton import swiglu as kernels  # noqa: PLC0415 (optional dependency)
 
@@ -61,16 +64,16 @@ def swiglu_backward(
     wide = torch.promote_types(gate.dtype, torch.float32)
     x, u, d = (t.to(wide) for t in (gate, up, dh))
     y = silu(x)
-    d_gate = torch.ops.aten.silu_backward(d * u, x)
-    h = y * u if again else y.new_empty(0)
-    d_gate, d_up, h = (t.to(gate.dtype).contiguous() for t in (d_gate, d * y, h))
-    return d_gate, d_up, h
+    both = torch.cat([torch.ops.aten.silu_backward(d * u, x), d * y], -1).to(gate.dtype)
+    h = (y * u).to(gate.dtype).contiguous() if again else gate.new_empty(0)
+    return both, h
 
 
 @swiglu_backward.register_fake
-def _(gate: Tensor, up: Tensor, dh: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, up: Tensor, dh: Tensor, again: bool) -> tuple[Tensor, Tensor]:
     shape = gate.shape
-    return gate.new_empty(shape), gate.new_empty(shape), gate.new_empty(shape if again else 0)
+    both = gate.new_empty(*shape[:-1], 2 * shape[-1])
+    return both, gate.new_empty(shape if again else 0)
 
 
 def _kernels_take(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
 from gdn2.layers.attention import AttentionMixer
+from gdn2.layers.joint import lay_in_blocks
 from gdn2.layers.recurrence import state_dtype
 from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
@@ -58,6 +59,8 @@ def build_model(
         _shard(model, world.mesh or world.mesh_of_one(), None if weights == compute else compute)
     model.to_empty(device=world.device)
     initialise(model, config, seed, _place)
+    if world.size == 1 and weights == compute:
+        lay_in_blocks(model)
     return model
 
 

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.modules.module import register_module_forward_hook
 
 from gdn2.layers import joint as module
-from gdn2.layers.joint import joint, lay_side_by_side, single
+from gdn2.layers.joint import joint, lay_in_blocks, lay_side_by_side, single
 from gdn2.layers.mlp import SwiGLU
 from tests.closeness import assert_close
 from tests.layers.cases import MIXERS, Doubling
@@ -125,6 +125,40 @@ def test_a_model_laid_out_for_steps_computes_the_same() -> None:
         for t in range(4, 9):
             logits = model(ids[:, t : t + 1], state, inplace=True).logits
             assert_close(f"token {t}", logits[:, 0], expected[:, t], 1e-10)
+
+
+@pytest.mark.parametrize("name", ["gdn2", "attention"])
+def test_a_mixer_laid_in_blocks_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make(config(MIXERS[name])), tokens(2, 9)
+    model(ids, targets=ids).loss.backward()
+    expected: dict[str, Any] = {name: x.grad for name, x in model.named_parameters()}
+    model.zero_grad()
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    lay_in_blocks(model)
+    for other, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[other])
+        assert parameter.is_contiguous()
+    mixer: Any = model.blocks[0].mixer
+    assert mixer.laid
+    monkeypatch.setattr(module, "_adds_gradients", lambda x: True)
+    model(ids, targets=ids).loss.backward()
+    for other, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_close(other, parameter.grad, expected[other], 1e-10)
+    first, second, *_ = (map_.weight.grad for map_ in mixer.joint_maps)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_odd_weights_stay_where_they_are() -> None:
+    """Kernels load 16 bytes at once."""
+    three: Any = Three().float()
+    lay_in_blocks(three)
+    assert not hasattr(three, "laid")
+    three = Three()
+    three.a, three.b = nn.Linear(5, 2, bias=False), nn.Linear(5, 4, bias=False)
+    three.c = nn.Linear(5, 8, bias=False)
+    lay_in_blocks(three.double())
+    assert three.laid
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gdn2.ops.maps import maps
+from gdn2.ops.maps import maps, side_by_side
 from tests.closeness import assert_close, relative_error
 
 Maps = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -76,6 +77,80 @@ def test_any_layout() -> None:
     assert_same(found, expected)
 
 
+def laid(weights: Sequence[Tensor]) -> list[Tensor]:
+    """The same, next to each other in memory."""
+    parts = torch.cat([w.detach() for w in weights]).split([len(w) for w in weights])
+    return [part.requires_grad_() for part in parts]
+
+
+JOINED = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("one_output", "one_gradient"), JOINED)
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5)], ids=str)
+def test_joined_maps_are_the_same(
+    shape: tuple[int, ...], one_output: bool, one_gradient: bool, neighbours: bool
+) -> None:
+    x, weights = operands(shape, (4, 7, 1))
+    given = laid(weights) if neighbours else weights
+    joined = partial(maps, one_output=one_output, one_gradient=one_gradient)
+    ys = joined(x, given)
+    for y, expected in zip(ys, apart(x, weights), strict=True):
+        assert_close("output", y, expected, EXACT)
+    assert one_output == (ys[0].untyped_storage().data_ptr() == ys[1].untyped_storage().data_ptr())
+    found = gradients(joined, x, given)
+    assert_same(found, gradients(apart, x, weights))
+    owners = [found[i].untyped_storage().data_ptr() for i in (1, 2)]  # type: ignore[union-attr]
+    assert one_gradient == (owners[0] == owners[1])
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_joined_maps_may_be_frozen_or_unused(neighbours: bool) -> None:
+    joined = partial(maps, one_output=True, one_gradient=True)
+    for frozen in FROZEN:
+        x, weights = operands((2, 3, 5), (4, 7, 1))
+        weights = laid(weights) if neighbours else weights
+        freeze(frozen, x, weights)
+        assert_same(gradients(joined, x, weights), gradients(apart, x, weights))
+    for shape, unused in (((2, 3, 5), (1,)), ((0, 5), ())):
+        x, weights = operands(shape, (4, 7, 1))
+        found = gradients(joined, x, weights, unused)
+        assert_same(found, gradients(apart, x, weights, unused))
+
+
+def products(function: Maps, x: Tensor, weights: Sequence[Tensor]) -> int:
+    """How many are made, both ways."""
+    with torch.autograd.profiler.profile(use_kineto=True) as profile:
+        gradients(function, x, weights)
+    return sum(event.name in ("aten::mm", "aten::addmm_") for event in profile.function_events)
+
+
+def test_neighbours_are_multiplied_at_once() -> None:
+    x, weights = operands((7, 5), (4, 7, 1))
+    joined = partial(maps, one_output=True, one_gradient=True)
+    assert products(joined, x, laid(weights)) == 3
+    assert products(joined, x, weights) == 7  # but for the weights' gradients
+    assert products(maps, x, laid(weights)) == 9
+
+
+def test_only_neighbours_are_side_by_side() -> None:
+    rows, columns = rand(7, 5), rand(7, 5).t().contiguous().t()
+    for whole in (rows, columns, rand(9, 8)[1:8, 2:7]):
+        for dim in (0, 1):
+            found = side_by_side(whole.split([2, whole.shape[dim] - 2], dim), dim)
+            assert found is not None
+            assert torch.equal(found, whole)
+            assert found.data_ptr() == whole.data_ptr()
+    a, b, c = rows.split([2, 3, 2])
+    others = [
+        *((a, c), (b, a), (a, b.clone()), (a, b.float()), (a, b[:, :4]), (a, b.t())),
+        *((a[:, ::2], b[:, ::2]), (a.expand(2, 5), b[:1].expand(2, 5))),
+    ]
+    for parts in others:
+        assert side_by_side(parts, 0) is None
+
+
 @pytest.mark.parametrize("unused", [(0,), (2,), (0, 1), (1, 2)], ids=str)
 def test_unused_outputs_are_left_out(unused: tuple[int, ...]) -> None:
     x, weights = operands((2, 3, 5), (4, 7, 1))
@@ -101,7 +176,7 @@ def test_no_gradient_makes_none() -> None:
     assert all(t.grad is None for t in (x, *weights))
 
 
-FROZEN = [("x",), (0,), (1, 2), ("x", 1), (0, 1, 2)]
+FROZEN: list[tuple[str | int, ...]] = [("x",), (0,), (1, 2), ("x", 1), (0, 1, 2)]
 
 
 def freeze(frozen: tuple[str | int, ...], x: Tensor, weights: Sequence[Tensor]) -> None:
@@ -144,7 +219,9 @@ def counted(function: Maps, frozen: tuple[str | int, ...], unused: tuple[int, ..
 def test_nothing_is_multiplied_for_nobody(
     frozen: tuple[str | int, ...], unused: tuple[int, ...]
 ) -> None:
-    assert counted(maps, frozen, unused) == counted(apart, frozen, unused)
+    expected = counted(apart, frozen, unused)
+    assert counted(maps, frozen, unused) == expected
+    assert counted(partial(maps, one_output=True, one_gradient=True), frozen, unused) == expected
 
 
 def test_gradcheck() -> None:
@@ -161,7 +238,10 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_passes_opcheck() -> None:
-    _, weights = operands((3, 5), (4, 7, 1))
+    x, weights = operands((3, 5), (4, 7, 1))
+    for given in (weights, laid(weights)):
+        joined = (x.detach(), [weight.detach() for weight in given])
+        torch.library.opcheck(torch.ops.gdn2.joint_product.default, joined)
     dys = [rand(6, len(weight)) for weight in weights]
     arguments = (dys, [weight.detach() for weight in weights])
     torch.library.opcheck(torch.ops.gdn2.input_gradient.default, arguments)
@@ -206,8 +286,10 @@ def test_compiled_equals_eager(frozen: tuple[str | int, ...]) -> None:
     torch._dynamo.reset()
     x, weights = operands((2, 3, 5), (4, 7, 1))
     freeze(frozen, x, weights)
-    compiled: Maps = torch.compile(maps, fullgraph=True, backend="aot_eager")
-    assert_same(gradients(compiled, x, weights), gradients(apart, x, weights))
+    expected = gradients(apart, x, weights)
+    for function in (maps, partial(maps, one_output=True, one_gradient=True)):
+        compiled: Maps = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert_same(gradients(compiled, x, weights), expected)
 
 
 def test_an_unused_output_compiles() -> None:

@@ -210,7 +210,8 @@ def check_swiglu(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Of rows that lie side by side, as a joint product leaves them: the product, and it again with its gradients."""
     x, dh = draw({"x": (3, 2 * MODEL), "dh": (3, MODEL)}, dtype).values()
     gate, up = x.to(device).chunk(2, -1)
-    found = (swiglu(gate, up), *swiglu_gradient(gate, up, dh.to(device), again=True))
+    both, again = swiglu_gradient(gate, up, dh.to(device), again=True)
+    found = (swiglu(gate, up), *both.chunk(2, -1), again)
     leaves = [t.requires_grad_() for t in x.double().chunk(2, -1)]
     h = silu(leaves[0]) * leaves[1]
     d_gate, d_up = torch.autograd.grad(h, leaves, dh.double())

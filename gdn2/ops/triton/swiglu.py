@@ -36,10 +36,10 @@ def swiglu_kernel(
 
 @triton.jit
 def swiglu_gradient_kernel(
-    gate_ptr, up_ptr, dh_ptr, d_gate_ptr, d_up_ptr, h_ptr, gate_row, up_row, dh_row,
+    gate_ptr, up_ptr, dh_ptr, both_ptr, h_ptr, gate_row, up_row, dh_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients, and the product again where it is asked for, of a stretch of one row."""
+    """Both gradients side by side, and the product again where it is asked for, of a stretch of one row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -49,11 +49,12 @@ def swiglu_gradient_kernel(
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = dh * up * (sigmoid + silu * (1 - sigmoid))
-    place = row * WIDTH + cols
-    tl.store(d_gate_ptr + place, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
-    tl.store(d_up_ptr + place, (dh * silu).to(d_up_ptr.dtype.element_ty), mask=inside)
+    place = both_ptr + row * (2 * WIDTH) + cols
+    tl.store(place, d_gate.to(both_ptr.dtype.element_ty), mask=inside)
+    tl.store(place + WIDTH, (dh * silu).to(both_ptr.dtype.element_ty), mask=inside)
     if h_ptr is not None:
-        tl.store(h_ptr + place, (silu * up).to(h_ptr.dtype.element_ty), mask=inside)
+        h_place = h_ptr + row * WIDTH + cols
+        tl.store(h_place, (silu * up).to(h_ptr.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -76,18 +77,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_gradient(
-    gate: Tensor, up: Tensor, dh: Tensor, *, again: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up [..., width] from that of their product h, and h again or nothing."""
+def swiglu_gradient(gate: Tensor, up: Tensor, dh: Tensor, *, again: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up [..., width] side by side, from that of their product h, and h again or nothing."""
     rows = [matrix(x) for x in (gate, up, dh)]
-    width = gate.shape[-1]
-    d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2))
-    h = gate.new_empty(gate.shape if again else 0)
+    *lead, width = gate.shape
+    both, h = gate.new_empty(*lead, 2 * width), gate.new_empty(gate.shape if again else 0)
     with torch.cuda.device_of(gate):
         over(swiglu_gradient_kernel, len(rows[0]), triton.cdiv(width, BLOCK))(
-            *rows, d_gate, d_up, h if again else None, *(x.stride(0) for x in rows),
+            *rows, both, h if again else None, *(x.stride(0) for x in rows),
             WIDTH=width, BLOCK=BLOCK, num_warps=WARPS,
             ACC=tl.float64 if gate.dtype == torch.float64 else tl.float32,
         )  # fmt: skip
-    return d_gate, d_up, h
+    return both, h
