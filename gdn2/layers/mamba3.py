@@ -14,7 +14,7 @@ from gdn2.layers.recurrence import CHUNK, state_dtype
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.mamba3 import Mamba3State as Carried
 from gdn2.ops.mamba3 import mamba3, mamba3_step
-from gdn2.ops.rotary import cumulative_rotation, rotate_pairs
+from gdn2.ops.rotary import cosine_and_sine, cumulative_rotation, turn_pairs
 
 SMALLEST_RATE = 1e-4
 
@@ -72,8 +72,9 @@ class Mamba3Mixer(nn.Module):
             initial_angle=None if state is None else state.angle,
             cu_seqlens=layout.cu_seqlens,
         )
-        k = self._rotated(self.key_norm, self.key_bias, k, theta)
-        q = self._rotated(self.query_norm, self.query_bias, q, theta)
+        turns = cosine_and_sine(theta)
+        k = self._rotated(self.key_norm, self.key_bias, k, turns)
+        q = self._rotated(self.query_norm, self.query_bias, q, turns)
         gate, v = (z.unflatten(-1, (self.config.num_heads, -1)) for z in (gate, v))
         operands = (q, k, self._spread(v, self.mimo_value), g, dt, lam)
         o, carried = self._run(operands, state, layout, inplace)
@@ -123,10 +124,13 @@ class Mamba3Mixer(nn.Module):
             *operands, state=carried, cu_seqlens=layout.cu_seqlens, recompute=self.recompute
         )
 
-    def _rotated(self, norm: RMSNorm, bias: Tensor, x: Tensor, theta: Tensor) -> Tensor:
-        """Keys or queries [batch, length, rank, heads, state size], rotated by Θ."""
+    def _rotated(
+        self, norm: RMSNorm, bias: Tensor, x: Tensor, turns: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Keys or queries [batch, length, rank, heads, state size], rotated by Θ, given its cosine and sine."""
         normed = norm(x.unflatten(-1, (self.config.rank, -1))).unsqueeze(3)
-        return rotate_pairs(normed + bias.transpose(0, 1).to(x.dtype), theta.unsqueeze(2))
+        cos, sin = (t.unsqueeze(2) for t in turns)
+        return turn_pairs(normed + bias.transpose(0, 1).to(x.dtype), cos, sin)
 
     def _spread(self, x: Tensor, over: Tensor | None) -> Tensor:
         """From [batch, length, heads, head width] to [batch, length, rank, heads, head width]."""

@@ -5,6 +5,7 @@ fp32 numbers are 0.06 apart.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,12 +117,42 @@ def rotate_pairs(x: Tensor, theta: Tensor) -> Tensor:
     theta broadcasts over all axes of x but the last.
     """
     _check_pairs(x, theta)
-    cos, sin = theta.cos(), theta.sin()
-    turned, rest = x.tensor_split([2 * theta.shape[-1]], dim=-1)
-    turned = turned.to(torch.promote_types(x.dtype, theta.dtype))
+    return turn_pairs(x, *cosine_and_sine(theta))
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_pairs`, given the cosines and sines of the angles."""
+    turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
     a, b = turned[..., 0::2], turned[..., 1::2]
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+# An operator of its own: in the open a compiler would compute both, and reduce the angle in fp64, again for each channel
+# of each rank that they turn.
+@torch.library.custom_op("gdn2::cosine_and_sine", mutates_args=())
+def cosine_and_sine(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both of each angle."""
+    theta = theta.contiguous()
+    return theta.cos(), theta.sin()
+
+
+@cosine_and_sine.register_fake
+def _(theta: Tensor) -> tuple[Tensor, Tensor]:
+    return theta.new_empty(theta.shape), theta.new_empty(theta.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output)
+
+
+def _backward(ctx: Any, d_cos: Tensor, d_sin: Tensor) -> Tensor:
+    cos, sin = ctx.saved_tensors
+    return d_sin * cos - d_cos * sin
+
+
+cosine_and_sine.register_autograd(_backward, setup_context=_save)
 
 
 def _wide_enough(dtype: torch.dtype) -> torch.dtype:

@@ -21,10 +21,15 @@ PROGRAMS = 128
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ). For small e the logarithm of the rounded u = 1 + e is put right: log(1 + e) = log(u) e / (u − 1)."""
+    """log(1 + eˣ) and its derivative, of one exponential and one division.
+
+    With e = exp(−|x|) and the rounded u = 1 + e, log(u) lacks the (e − (u − 1)) / u that was rounded off.
+    """
     e = tl.exp(-tl.abs(x))
     u = 1 + e
-    return tl.maximum(x, 0.0) + tl.where(u == 1, e, tl.log(u) * (e / (u - 1)))
+    inverse = 1 / u
+    value = tl.maximum(x, 0.0) + (tl.log(u) + (e - (u - 1)) * inverse)
+    return value, tl.where(x < 0, e * inverse, inverse)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -46,7 +51,8 @@ def log_decay_kernel(
     x = load_tile(x_ptr, rows, channels, inside, x_stride, ACC)
     x += tl.load(bias_ptr + channels, mask=known, other=0.0).to(ACC)[None, :]
     place = g_ptr + rows.to(tl.int64)[:, None] * (HEADS * WIDTH) + channels[None, :]
-    tl.store(place, -rate * softplus(x), mask=inside)
+    speed, _ = softplus(x)
+    tl.store(place, -rate * speed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "tiles"])
@@ -70,9 +76,10 @@ def log_decay_gradient_kernel(
         inside = (rows < count)[:, None] & known[None, :]
         x = load_tile(x_ptr, rows, channels, inside, x_stride, ACC) + bias
         dg = -rate * load_tile(dg_ptr, rows, channels, inside, HEADS * WIDTH, ACC)
-        dx = dg * tl.sigmoid(x)
+        speed, slope = softplus(x)
+        dx = dg * slope
         d_bias += tl.sum(dx, 0)
-        d_rate += tl.sum(dg * softplus(x), 0)
+        d_rate += tl.sum(dg * speed, 0)
         place = dx_ptr + rows.to(tl.int64)[:, None] * (HEADS * WIDTH) + channels[None, :]
         tl.store(place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     partial_ptr += tl.program_id(0).to(tl.int64) * (2 * HEADS * WIDTH) + channels
