@@ -129,8 +129,8 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
-# An operator of its own: in the open a compiler would compute both, and reduce the angle in fp64, again for each channel
-# of each rank that they turn.
+# An operator of its own: in the open a compiler would compute both, and reduce the angle in fp64, again for every
+# channel of every rank that they turn.
 @torch.library.custom_op("gdn2::cosine_and_sine", mutates_args=())
 def cosine_and_sine(theta: Tensor) -> tuple[Tensor, Tensor]:
     """Return both of each angle."""
