@@ -37,7 +37,7 @@ from gdn2.ops.selfcheck import (
     make_operands,
     relative_error,
 )
-from gdn2.ops.triton import scans, stages
+from gdn2.ops.triton import plain, scans, stages
 from gdn2.ops.triton.companions import (
     Pairs,
     check_adamw,
@@ -51,6 +51,7 @@ from gdn2.ops.triton.companions import (
     check_step,
     check_swiglu,
     check_window,
+    differentiate,
 )
 from gdn2.ops.triton.pipeline import contiguous, dense_table
 from gdn2.ops.triton.stages import Factors, Table
@@ -58,6 +59,7 @@ from gdn2.ops.triton.stages import Factors, Table
 CHUNK = 64
 FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
 MILD = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(128, 128))
+PLAIN_SCALE = 0.1
 STRONG = replace(MILD, name="strong", strong=True)
 
 
@@ -214,19 +216,45 @@ def check_backward_scans(device: torch.device, dtype: torch.dtype) -> Pairs:
     return pairs | {"d_state": (d_state, right.grads["state"])}
 
 
+def plain_operands(
+    width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Operands, Tensor]:
+    """One decay and one write gate a head and no erase gate: in fp64, and packed on the device with the state."""
+    drawn = make_operands(replace(MILD, widths=(width, width), erase=False), dtype)
+    drawn |= {name: drawn[name][..., :1] for name in "gw"}
+    given = {name: t.to(device) for name, t in drawn.items()}
+    state = given.pop("initial_state")
+    x = contiguous(pack(**given, b=None, scale=PLAIN_SCALE))
+    return {name: t.double() for name, t in drawn.items()}, x, state
+
+
+def plain_loop(initial_state: Tensor, **x: Any) -> tuple[Tensor, Tensor]:
+    """The token loop of such operands."""
+    return token_loop(**x, b=None, scale=PLAIN_SCALE, state=initial_state)
+
+
 def check_plain_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Output and final state without an erase gate, where the kernel takes such operands: nothing otherwise."""
-    drawn = make_operands(MILD, dtype)
-    q, k, v, g, w = drawn["q"], drawn["k"], drawn["v"], drawn["g"][..., :1], drawn["w"][..., :1]
-    state, scale = drawn["initial_state"], 0.1
-    x = pack(q.to(device), k.to(device), v.to(device), g.to(device), None, w.to(device), scale)
-    table = dense_table(1, q.shape[1], CHUNK, device)
-    found = scans.plain(contiguous(x), table, state.to(device))
+    exact, x, state = plain_operands(128, device, dtype)
+    found = scans.plain(x, dense_table(1, len(x.q), CHUNK, device), state)
     if found is None:
         return {}
-    q, k, v, g, w, state = (t.double() for t in (q, k, v, g, w, state))
-    right = token_loop(q, k, v, g, None, w, scale, state)
+    right = plain_loop(**exact)
     return {"o": (found[0], right[0][0]), "final": (found[1], right[1])}
+
+
+def check_plain_gradient(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """All gradients without an erase gate, where the kernels take such operands: nothing otherwise."""
+    exact, x, state = plain_operands(64, device, dtype)
+    if not plain.takes(x, CHUNK):
+        return {}
+    o, final, *grads = differentiate(plain_loop, exact)
+    do, d_final = loss_weights(o, final)
+    given = state, do[0].to(x.v), d_final.to(state)
+    found, d_state = plain.backward(x, dense_table(1, len(x.q), CHUNK, device), *given)
+    named = dict(zip("qkvgbw", found, strict=True)) | {"initial_state": d_state}
+    right = dict(zip(exact, grads, strict=True))
+    return {f"d{name}": (named[name], d.view_as(named[name])) for name, d in right.items()}
 
 
 def check_scan_reverse(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -300,6 +328,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "log_decay": check_log_decay,
     "adamw": check_adamw,
     "ranks": check_ranks,
+    plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,
     PLAIN: check_plain_scan,

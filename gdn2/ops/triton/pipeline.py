@@ -9,7 +9,7 @@ from torch import Tensor
 from gdn2.ops.cuda.launch import in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
-from gdn2.ops.triton import ahead, scans, stages
+from gdn2.ops.triton import ahead, plain, scans, stages
 from gdn2.ops.triton.stages import Factors, Table
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
@@ -34,12 +34,13 @@ def run_forward(
     x: Operands, table: Table, state: Tensor, solve: str, keep: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, final state and what is kept."""
-    at_once = None if keep == "factors" else scans.plain(x, table, state)
+    keeps = keeps_factors(x, table.size, keep)
+    at_once = None if keeps else scans.plain(x, table, state)
     if at_once is not None:
         return *at_once, []
     f = stages.intra(x, table, solve)
     o, final = scans.forward(x, f, table, state)
-    return o, final, f.tensors() if keep == "factors" else []
+    return o, final, f.tensors() if keeps else []
 
 
 def backward(
@@ -62,6 +63,9 @@ def run_backward(
     d_final: Tensor,
 ) -> Gradients:
     """All gradients; nothing is held longer than it is needed."""
+    if not saved and plain.takes(x, table.size):
+        grads, d_state = plain.backward(x, table, state, do, d_final)
+        return Gradients(*[*grads, d_state])
     blocks = in_blocks(x, table.size)
     sums = None if stages.at_once(x, table, blocks) else stages.decays(x, table)
     f = restore(saved, x, blocks) if saved else stages.intra(x, table, solve, sums)
@@ -83,15 +87,22 @@ def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:
     """What the kernels are compiled for, of a call."""
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
     sizes = tuple(None if t is None else (t.dtype, *t.shape[1:]) for t in operands)
-    return sizes, table.size, stages.scan_launch("scan", x, table), solve, keep == "nothing"
+    states = None if x.b is not None else plain.states_launch(x, table.first.numel() - 1)
+    launches = stages.scan_launch("scan", x, table), states
+    return sizes, table.size, launches, solve, keep == "nothing"
 
 
 def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:
     """Nothing, or all factors."""
-    if keep != "factors":
-        return []
     batch = enlarged(batch)
+    if not keeps_factors(x, batch.chunk_size, keep):
+        return []
     return stages.new_factors(x, batch.chunks, batch.chunk_size).tensors()
+
+
+def keeps_factors(x: Operands, chunk: int, keep: str) -> bool:
+    """Whether the backward gets factors: `plain` needs none."""
+    return keep == "factors" and not plain.takes(x, chunk)
 
 
 def restore(saved: list[Tensor], x: Operands, blocks: bool) -> Factors:

@@ -1,4 +1,4 @@
-"""Compile what the stages, the gradients of convolution and activation, and Mamba-3's ranks would launch, anywhere.
+"""Compile what the stages, the plain backward and some companions would launch, for any architecture.
 
 No GPU is needed. A script, since tests interpret:
 
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import conv_launch, launch, ranks, stages, swiglu
+from gdn2.ops.triton import conv_launch, launch, plain, ranks, stages, swiglu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -82,6 +82,16 @@ def run_stages(dtype: torch.dtype, width: int, chunk: int) -> None:
     stages.gradient(x, f.A, f.deep, table, sums, x.v, [starts, R, ends, dR])
 
 
+def run_plain(dtype: torch.dtype, width: int, chunk: int) -> None:
+    """The backward of two chunks without an erase gate, of what it takes."""
+    q, k, v = (torch.zeros(2 * chunk, 2, width, dtype=dtype) for _ in range(3))
+    g, w = (torch.zeros(2 * chunk, 2, 1) for _ in range(2))
+    x, state = Operands(q, k, v, g, None, w, 0.1), torch.zeros(1, 2, width, width)
+    if plain.takes(x, chunk):
+        table = stages.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
+        plain.backward(x, table, state, v, state)
+
+
 def run_convolution(dtype: torch.dtype, width: int) -> None:
     """The gradient of two heads."""
     x, weight = torch.zeros(1, 2, 2 * width, dtype=dtype), torch.zeros(2 * width, 4, dtype=dtype)
@@ -106,7 +116,7 @@ def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, conv_launch, swiglu, ranks)
+        for module in (stages, plain, conv_launch, swiglu, ranks)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -123,6 +133,7 @@ def main(wanted: str, *cases: str) -> None:
         launch.INTERPRETED = divmod(int(target), 10)
         launch.capability.cache_clear()
         run_stages(DTYPES[dtype], int(width), int(chunk))
+        run_plain(DTYPES[dtype], int(width), int(chunk))
         run_convolution(DTYPES[dtype], int(width))
         run_activation(DTYPES[dtype])
         run_ranks(DTYPES[dtype])

@@ -38,7 +38,8 @@ def test_kept_or_computed_again(mixer: MixerConfig, monkeypatch: pytest.MonkeyPa
     again, few = differentiated(model)
     model.recompute_factors(False)
     kept, many = differentiated(model)
-    assert many > few
+    erases = isinstance(mixer, DeltaConfig)
+    assert many > few if erases else many == few  # without an erase gate there are no factors
     for i, (a, b, right) in enumerate(zip(again, kept, expected, strict=True)):
         assert torch.equal(a, b), i
         assert_close(f"result {i}", a, right, 1e-9)
