@@ -20,7 +20,8 @@ def draw(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("outputs", [(96,), (64, 128, 8), (128,) * 5 + (16, 16)], ids=str)
-def test_gradients(outputs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_gradients(outputs: tuple[int, ...], joined: bool) -> None:
     """Errors of bf16 are at most those of gradients that autograd adds."""
     torch.manual_seed(0)
     leaves = [draw(4, 100, 192), *(draw(width, 192) / 14 for width in outputs)]
@@ -28,8 +29,14 @@ def test_gradients(outputs: tuple[int, ...]) -> None:
     dys = [draw(4, 100, width).bfloat16() for width in outputs]
 
     def run(together: bool, dtype: torch.dtype) -> list[Tensor]:
-        x, *weights = (t.to(dtype, copy=True).requires_grad_() for t in leaves)
-        ys = maps(x, weights) if together else [x @ weight.t() for weight in weights]
+        x, *weights = (t.to(dtype, copy=True) for t in leaves)
+        if joined:
+            weights = [*torch.cat(weights).split(outputs)]
+        x, *weights = (t.requires_grad_() for t in (x, *weights))
+        if together:
+            ys = maps(x, weights, one_output=joined, one_gradient=joined)
+        else:
+            ys = tuple(x @ weight.t() for weight in weights)
         grads = torch.autograd.grad(ys, [x, *weights], [dy.to(dtype) for dy in dys])
         return [*ys, *grads]
 
@@ -53,9 +60,9 @@ def test_an_mlp_takes_them(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
     taken: list[int] = []
 
-    def counted(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    def counted(x: Tensor, weights: list[Tensor], **how: bool) -> tuple[Tensor, ...]:
         taken.append(len(weights))
-        return maps(x, weights)
+        return maps(x, weights, **how)
 
     monkeypatch.setattr(joint, "together", counted)
     ours = run()

@@ -13,10 +13,11 @@ from torch import Tensor
 from gdn2.ops.triton.ahead import over
 from gdn2.ops.triton.norm import load_tile, matrix
 
-# Not measured yet. Elements of a tile, warps, and programs of the backward for each head, which loop over tiles.
+# Elements of a tile, warps, and of the backward the programs for each head, which loop over tiles and load ahead.
 TILE = 4096
 WARPS = 4
 PROGRAMS = 128
+STAGES = 3
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def log_decay_kernel(
 def log_decay_gradient_kernel(
     dg_ptr, x_ptr, bias_ptr, log_rate_ptr, dx_ptr, partial_ptr, count, tiles, x_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ACC: tl.constexpr,
+    ACC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x for `tiles` tiles of tokens, and of bias and log-rate summed over them, for one head.
 
@@ -71,7 +72,7 @@ def log_decay_gradient_kernel(
     rate = tl.exp(tl.load(log_rate_ptr + head).to(ACC))
     bias = tl.load(bias_ptr + channels, mask=known, other=0.0).to(ACC)[None, :]
     d_bias, d_rate = tl.zeros((COLS,), ACC), tl.zeros((COLS,), ACC)
-    for i_tile in range(tiles):
+    for i_tile in tl.range(tiles, num_stages=STAGES):
         rows = (tl.program_id(0) * tiles + i_tile) * ROWS + tl.arange(0, ROWS)
         inside = (rows < count)[:, None] & known[None, :]
         x = load_tile(x_ptr, rows, channels, inside, x_stride, ACC) + bias
@@ -121,7 +122,7 @@ def backward(
     partial = dg.new_empty(programs, 2, x.shape[-1])
     over(log_decay_gradient_kernel, programs, heads)(
         dg, rows, bias.contiguous(), log_rate.contiguous(), dx, partial,
-        rows.shape[0], tiles, rows.stride(0), **how, num_warps=WARPS,
+        rows.shape[0], tiles, rows.stride(0), **how, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     d_bias, d_rate = partial.sum(0)
     return dx, d_bias.to(bias.dtype), d_rate.view(heads, -1).sum(1).to(log_rate.dtype)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gdn2.ops.triton.ahead import over
 
-# Not measured yet. Elements of a tile [heads, width], and its warps.
+# Elements of a tile [heads, width], and its warps. On an H200, 16384 tokens of 4 ranks and 64 heads of width 64, µs of
+# both ways: 782 and 1899; by 2 warps 756 and 2085; 256 elements by 1 warp 729 and 2043, by 4 warps 876 and 2757.
 TILE = 512
-WARPS = 2
+WARPS = 4
 
 
 @triton.jit
