@@ -68,16 +68,20 @@ def lay_side_by_side(root: nn.Module) -> None:
 def lay_in_blocks(root: nn.Module) -> None:
     """Lay weights as `lay_side_by_side` does on a GPU, for training: as they were, but next to each other.
 
-    Only where all of them begin at multiples of 16 bytes, as kernels like it; modules are told by their `laid`.
+    Only weights of one dtype that all begin at multiples of 16 bytes, as kernels like it. Modules that have a `laid`
+    are told; weights that get other memory later are multiplied one by one again.
     """
     for module, maps in _joint_groups(root):
-        if len(maps) > 1 and all(map_.weight.nbytes % 16 == 0 for map_ in maps):
+        aligned = all(map_.weight.nbytes % 16 == 0 for map_ in maps)
+        if len(maps) > 1 and aligned and len({map_.weight.dtype for map_ in maps}) == 1:
             _lay(maps, by_columns=False)
-            module.laid = True  # type: ignore[assignment]
+            if hasattr(module, "laid"):
+                module.laid = True  # type: ignore[assignment]
 
 
 def _joint_groups(root: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    return [(m, [*m.joint_maps]) for m in root.modules() if hasattr(m, "joint_maps")]  # type: ignore[misc]
+    groups = ((module, getattr(module, "joint_maps", ())) for module in root.modules())
+    return [(module, [*maps]) for module, maps in groups if maps]
 
 
 def _lay(maps: Sequence[nn.Linear], by_columns: bool) -> None:

@@ -23,7 +23,8 @@ def maps(
 
     Args:
         x, weights: all of one dtype.
-        one_output: results are parts of one tensor, made by one product if the weights lie side by side.
+        one_output: results are parts of one tensor, not to be changed in place, made by one product if the weights lie
+            side by side.
         one_gradient: gradients of the results become one tensor, and those of all weights one product.
     """
     ys: tuple[Tensor, ...] = _Maps.apply(one_output, one_gradient, x, *weights)  # type: ignore[no-untyped-call]

@@ -1,11 +1,14 @@
 """How the ranks of a token read what the token and the one before it write, beside the memory (`gdn2.ops.mamba3`)."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from gdn2.ops.arguments import exact_products
+from gdn2.ops.arguments import exact_products, require
 from gdn2.ops.backends import why_not
 
 MOST_RANKS = 4  # the kernels write out every pair of ranks
@@ -29,6 +32,8 @@ def rank_reads(
         old: keys, values and weights that later ranks alone have met; None where there is one rank.
         backend: as in `gated_delta_rule`.
     """
+    said = "None" if old is None else "tensors"
+    require((old is None) == (q.shape[2] == 1), "old", said, "None for one rank alone")
     if backend in ("auto", "triton") and kernels_take(q, v):
         return ranks_by_kernel([q, k, v, weight, *(old or ())])
     o = _read(q, k, v, weight)
@@ -86,3 +91,17 @@ def _backward(ctx: Any, do: Tensor) -> list[Tensor]:
 
 
 ranks_by_kernel.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gdn2.rank_reads)
+def _flops(given: Sequence[Sequence[int]], *_: Any, **__: Any) -> int:
+    """As torch counts the products of all ranks with all, once or twice."""
+    (*_lead, ranks, _heads, keys), values = given[0], given[2][-1]
+    return len(given) // 3 * 2 * prod(given[0][:-1]) * ranks * (keys + values)
+
+
+@register_flop_formula(torch.ops.gdn2.rank_reads_backward)
+def _gradient_flops(
+    _do: Sequence[int], given: Sequence[Sequence[int]], *rest: Any, **options: Any
+) -> int:
+    return 2 * _flops(given)

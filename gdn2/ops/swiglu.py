@@ -64,7 +64,8 @@ def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor, again: bool) -> tuple[
     wide = torch.promote_types(gate.dtype, torch.float32)
     x, u, d = (t.to(wide) for t in (gate, up, dh))
     y = silu(x)
-    both = torch.cat([torch.ops.aten.silu_backward(d * u, x), d * y], -1).to(gate.dtype)
+    both = torch.cat([torch.ops.aten.silu_backward(d * u, x), d * y], -1)
+    both = both.to(gate.dtype).contiguous()
     h = (y * u).to(gate.dtype).contiguous() if again else gate.new_empty(0)
     return both, h
 

@@ -35,7 +35,9 @@ def warmup(
     Runs them once on a few tokens of zeros. Triton compiles anew for other dtypes, sizes known to the compiler, absent
     operands and pointers off a multiple of 16 bytes. So one call covers every batch, length (a multiple of the chunk or
     not), packing, initial and final state, and `recompute`, of operands with these heads, widths, gates and dtypes that
-    own their memory. Decoding also depends on how many sequences there are, and is covered for the batches named.
+    own their memory; but scans by Triton take more value channels at once where there are more sequences than
+    programs can be, and are compiled again for those. Decoding also depends on how many sequences there are, and is
+    covered for the batches named.
     Later processes find the kernels in Triton's cache. Without a GPU that kernels run on there is nothing to do.
 
     Args:

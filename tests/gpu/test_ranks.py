@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from gdn2.layers.config import Mamba3Config
 from gdn2.layers.layout import Layout
@@ -58,7 +59,10 @@ def test_a_layer_takes_them(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> 
         y, _ = call(leaf, None, layout)
         return [y, *torch.autograd.grad(y, [leaf, *mixer.parameters()], dy)]
 
-    ours = run()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        ours = run()
+    names = {event.name for event in seen.events()}
+    assert {"rank_reads_kernel", "rank_reads_gradient_kernel"} <= names
     monkeypatch.setattr(op, "kernels_take", lambda *_: False)
     for a, b in zip(ours, run(), strict=True):
         assert relative_error(a.double(), b.double()) < 2e-2

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gdn2.layers import joint as module
 from gdn2.layers.joint import joint, lay_in_blocks, lay_side_by_side, single
 from gdn2.layers.mlp import SwiGLU
+from gdn2.ops.maps import side_by_side
 from tests.closeness import assert_close
 from tests.layers.cases import MIXERS, Doubling
 from tests.models.cases import config, make, tokens
@@ -151,14 +152,20 @@ def test_a_mixer_laid_in_blocks_trains_the_same(name: str, monkeypatch: pytest.M
 
 def test_odd_weights_stay_where_they_are() -> None:
     """Kernels load 16 bytes at once."""
-    three: Any = Three().float()
-    lay_in_blocks(three)
-    assert not hasattr(three, "laid")
-    three = Three()
-    three.a, three.b = nn.Linear(5, 2, bias=False), nn.Linear(5, 4, bias=False)
-    three.c = nn.Linear(5, 8, bias=False)
-    lay_in_blocks(three.double())
-    assert three.laid
+
+    def lies_together(widths: tuple[int, int, int], *dtypes: torch.dtype) -> bool:
+        three = Three()
+        three.a, three.b, three.c = (nn.Linear(5, width, bias=False) for width in widths)
+        for map_, dtype in zip(three.joint_maps, dtypes, strict=True):
+            map_.to(dtype)
+        lay_in_blocks(three)
+        assert [map_.weight.dtype for map_ in three.joint_maps] == [*dtypes]
+        assert not hasattr(three, "laid")
+        return side_by_side([map_.weight for map_ in three.joint_maps], 0) is not None
+
+    assert lies_together((2, 4, 8), *[torch.float64] * 3)
+    assert not lies_together((3, 4, 1), *[torch.float64] * 3)
+    assert not lies_together((8, 8, 8), torch.bfloat16, torch.float32, torch.bfloat16)
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.library import opcheck
 
 from gdn2.ops.rotary import (
     apply_rotary,
+    cosine_and_sine,
     cumulative_rotation,
     rotary_embedding,
     rotary_table,
@@ -332,3 +334,11 @@ def test_bad_starts_are_named() -> None:
         cumulative_rotation(ANGLES, DT, initial_angle=torch.zeros(1, 3, 2))
     with pytest.raises(ValueError, match=r"^cu_seqlens was given with a batch of 2"):
         cumulative_rotation(ANGLES, DT, cu_seqlens=torch.tensor([0, 5]))
+
+
+def test_a_compiler_is_told_what_cosine_and_sine_are() -> None:
+    theta = torch.rand(3, 4, dtype=torch.float64)
+    for given in (theta, theta.t(), theta[:1].expand(3, 4)):
+        opcheck(cosine_and_sine, (given,))
+    leaf = theta.requires_grad_()
+    assert gradcheck(cosine_and_sine, (leaf,))

@@ -103,6 +103,8 @@ def test_a_compiler_is_told_what_the_operator_returns(dtype: torch.dtype) -> Non
     opcheck(swiglu_backward, (gate, up, up, True))
     opcheck(swiglu_backward, (gate, up, up, False))
     opcheck(swiglu_backward, (gate.T.contiguous().T, up[:, :1].expand(3, 8), up, True))
+    images = [torch.zeros(2, 3, 4, 8, dtype=dtype).to(memory_format=torch.channels_last)] * 3
+    opcheck(swiglu_backward, (*images, True))
 
 
 def test_gradients_have_no_gradients_and_say_so() -> None:

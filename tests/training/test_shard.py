@@ -1,17 +1,21 @@
 """One model over several processes is the model of one process."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from gdn2.layers import joint
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
-from gdn2.ops.maps import maps
+from gdn2.models.presets import preset
+from gdn2.ops.maps import maps, side_by_side
 from gdn2.training.shard import accumulate, build_model, full_weights, gradient_norm, whole_model
 from gdn2.training.world import World
 from tests.layers.cases import DELTA
@@ -130,9 +134,9 @@ def test_gradients_that_products_add_follow_the_curve(monkeypatch: pytest.Monkey
     """As on a GPU."""
     taken: list[int] = []
 
-    def counted(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    def counted(x: Tensor, weights: list[Tensor], **how: bool) -> tuple[Tensor, ...]:
         taken.append(len(weights))
-        return maps(x, weights)
+        return maps(x, weights, **how)
 
     with alone() as world:
         expected, _ = mixed(world)
@@ -180,6 +184,33 @@ def test_equal_blocks_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(graphs) == 1
     plain = LanguageModel(chosen, seed=0)
     assert loss == plain(tokens(2, 9), targets=tokens(2, 9, seed=1)).loss
+
+
+def test_one_process_lays_the_weights_of_maps_side_by_side(tmp_path: Path) -> None:
+    """Where they lie they stay, whatever is loaded; shards lie elsewhere."""
+    chosen = preset("gdn2-1m-hybrid")
+
+    def build(weights: torch.dtype) -> Any:
+        made = build_model(
+            chosen, seed=3, world=world, weights=weights, compute=torch.bfloat16, compile=False
+        )
+        return made, made.blocks[0].mixer
+
+    def lies_together(mixer: Any) -> bool:
+        return side_by_side([map_.weight for map_ in mixer.joint_maps], 0) is not None
+
+    with alone() as world:
+        model, mixer = build(torch.bfloat16)
+        assert mixer.laid and lies_together(mixer)
+        save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+        expected = [x.clone() for x in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        load({"model": model.state_dict()}, checkpoint_id=tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+        assert lies_together(mixer)
+        _, mixer = build(torch.float32)
+        assert not mixer.laid
 
 
 def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:

@@ -87,7 +87,8 @@ def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:
     """What the kernels are compiled for, of a call."""
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
     sizes = tuple(None if t is None else (t.dtype, *t.shape[1:]) for t in operands)
-    states = None if x.b is not None else plain.states_launch(x, table.first.numel() - 1)
+    is_plain = plain.takes(x, table.size)
+    states = plain.states_launch(x, table.first.numel() - 1) if is_plain else None
     launches = stages.scan_launch("scan", x, table), states
     return sizes, table.size, launches, solve, keep == "nothing"
 

@@ -21,7 +21,7 @@ from gdn2.ops.arguments import state_dtype
 from gdn2.ops.cuda.launch import multiprocessors
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton.ahead import over
-from gdn2.ops.triton.launch import Launch, Scan, spread
+from gdn2.ops.triton.launch import Launch, Scan, capability, spread
 from gdn2.ops.triton.stages import Table, block, precision, sum_to
 from gdn2.ops.triton.tiles import load_rows, product, store_rows
 from gdn2.ops.trust import trusted
@@ -61,7 +61,8 @@ def load_sums(g_ptr, start, rows, length, i_head, HEADS: tl.constexpr, ACC: tl.c
 
     Differences of L then are as precise as they are small, whatever came before them in the chunk.
     """
-    g = tl.maximum(load_gate(g_ptr, start, rows, length, i_head, HEADS, ACC), FLOOR)
+    g = load_gate(g_ptr, start, rows, length, i_head, HEADS, ACC)
+    g = tl.where(g < FLOOR, FLOOR, g)  # a maximum would hide what is no number
     coarse = tl.floor(g * GRID + 0.5) / GRID
     return tl.cumsum(coarse, 0), tl.cumsum(g - coarse, 0)
 
@@ -273,6 +274,11 @@ def states_launch(x: Operands, sequences: int) -> Launch:
     return spread(how, sizes, multiprocessors(x.k.device))
 
 
+def registers(device: torch.device) -> int | None:
+    """Of a thread of the second kernel at most; elsewhere shared memory has no room for three, or nobody measured."""
+    return REGISTERS if capability(device)[0] == 9 else None
+
+
 def sizes(x: Operands, table: Table) -> dict[str, Any]:
     """What both kernels are compiled for."""
     (_, HK, DK), (_, HV, DV), arithmetic = x.k.shape, x.v.shape, precision(x.q.dtype, "ieee")
@@ -321,6 +327,6 @@ def gradients(x: Operands, table: Table, do: Tensor, between: list[Tensor]) -> l
     del constants["HG"]  # in the sums each value head has its own
     over(plain_gradient_kernel, table.start.numel() * HV)(
         x.q, x.k, x.v, x.w, do, *between, dq, dk, dv, dg, dw, table.start, table.length, x.scale,
-        **constants, BV=block(x.v.shape[2], WIDEST), num_warps=WARPS, maxnreg=REGISTERS,
+        **constants, BV=block(x.v.shape[2], WIDEST), num_warps=WARPS, maxnreg=registers(x.k.device),
     )  # fmt: skip
     return [sum_to(dq, x.q), sum_to(dk, x.k), dv, sum_to(dg, x.g), db, dw]

@@ -21,6 +21,20 @@ WARPS = 4
 
 
 @triton.jit
+def gates(H: tl.constexpr, HB: tl.constexpr):
+    """Where the numbers of the program's heads lie in [tokens, heads], and which heads there are."""
+    heads = tl.program_id(1) * HB + tl.arange(0, HB)
+    return tl.program_id(0).to(tl.int64) * H + heads, heads < H
+
+
+@triton.jit
+def tile(D: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, HB: tl.constexpr):
+    """Where the program's heads lie in [heads, D], and what of the tile is there."""
+    heads, cols = tl.program_id(1) * HB + tl.arange(0, HB), tl.arange(0, BLOCK)
+    return heads[:, None] * D + cols[None, :], (heads < H)[:, None] & (cols < D)[None, :]
+
+
+@triton.jit
 def rank(
     ptr, i, place, inside, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ACC: tl.constexpr
 ):
@@ -42,11 +56,9 @@ def rank_reads_kernel(
     HB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Output of HB heads of one token."""
-    heads = tl.program_id(1) * HB + tl.arange(0, HB)
-    known, keys, values = heads < H, tl.arange(0, BK), tl.arange(0, BV)
-    at_k, in_k = heads[:, None] * K + keys[None, :], known[:, None] & (keys < K)[None, :]
-    at_v, in_v = heads[:, None] * V + values[None, :], known[:, None] & (values < V)[None, :]
-    gate = tl.program_id(0).to(tl.int64) * H + heads
+    gate, known = gates(H, HB)
+    at_k, in_k = tile(K, BK, H, HB)
+    at_v, in_v = tile(V, BV, H, HB)
     weight = tl.load(weight_ptr + gate, mask=known, other=0.0).to(ACC)
     if R > 1:
         old = tl.load(weight_old_ptr + gate, mask=known, other=0.0).to(ACC)
@@ -70,11 +82,9 @@ def rank_reads_gradient_kernel(
     HB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of HB heads of one token: of queries and weights row by row, then of keys and values by columns."""
-    heads = tl.program_id(1) * HB + tl.arange(0, HB)
-    known, keys, values = heads < H, tl.arange(0, BK), tl.arange(0, BV)
-    at_k, in_k = heads[:, None] * K + keys[None, :], known[:, None] & (keys < K)[None, :]
-    at_v, in_v = heads[:, None] * V + values[None, :], known[:, None] & (values < V)[None, :]
-    gate = tl.program_id(0).to(tl.int64) * H + heads
+    gate, known = gates(H, HB)
+    at_k, in_k = tile(K, BK, H, HB)
+    at_v, in_v = tile(V, BV, H, HB)
     weight = tl.load(weight_ptr + gate, mask=known, other=0.0).to(ACC)
     d_weight, d_old = tl.zeros((HB,), ACC), tl.zeros((HB,), ACC)
     if R > 1:
@@ -128,7 +138,7 @@ def forward(given: Sequence[Tensor]) -> Tensor:
     """Output of queries, keys, values and weights, and with several ranks the last three of what is old."""
     q, _, v, *_ = given = [x.contiguous() for x in given]
     o = torch.empty_like(v)
-    over(rank_reads_kernel, *_grid(q))(*_padded(given, 7), o, **_sizes(q, v), num_warps=WARPS)
+    over(rank_reads_kernel, *_grid(q, v))(*_padded(given, 7), o, **_sizes(q, v), num_warps=WARPS)
     return o
 
 
@@ -136,7 +146,7 @@ def backward(do: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of all that `forward` was given."""
     q, _, v, *_ = given = [x.contiguous() for x in given]
     grads = [torch.empty_like(x) for x in given]
-    over(rank_reads_gradient_kernel, *_grid(q))(
+    over(rank_reads_gradient_kernel, *_grid(q, v))(
         do.contiguous(), *_padded(given, 7), *_padded(grads, 7), **_sizes(q, v), num_warps=WARPS
     )
     return grads
@@ -146,15 +156,14 @@ def _padded(tensors: Sequence[Tensor], count: int) -> list[Tensor | None]:
     return [*tensors, *[None] * (count - len(tensors))]
 
 
-def _heads(q: Tensor) -> int:
+def _heads(q: Tensor, v: Tensor) -> int:
     """Of a program."""
-    return max(
-        1, min(TILE // triton.next_power_of_2(q.shape[-1]), triton.next_power_of_2(q.shape[-2]))
-    )
+    widest = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    return max(1, min(TILE // widest, triton.next_power_of_2(q.shape[-2])))
 
 
-def _grid(q: Tensor) -> tuple[int, int]:
-    return q[..., 0, 0, 0].numel(), triton.cdiv(q.shape[-2], _heads(q))
+def _grid(q: Tensor, v: Tensor) -> tuple[int, int]:
+    return q[..., 0, 0, 0].numel(), triton.cdiv(q.shape[-2], _heads(q, v))
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
     ranks, heads, keys = q.shape[-3:]
     values = v.shape[-1]
     return {
-        "R": ranks, "H": heads, "K": keys, "V": values, "HB": _heads(q),
+        "R": ranks, "H": heads, "K": keys, "V": values, "HB": _heads(q, v),
         "BK": triton.next_power_of_2(keys), "BV": triton.next_power_of_2(values),
         "ACC": tl.float64 if q.dtype == torch.float64 else tl.float32,
     }  # fmt: skip

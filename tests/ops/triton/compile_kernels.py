@@ -36,7 +36,14 @@ class Compiled:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *arguments: Any, num_warps: int, num_stages: int = 3, **options: Any) -> None:
+    def compile(
+        self,
+        *arguments: Any,
+        num_warps: int,
+        num_stages: int = 3,
+        maxnreg: int | None = None,
+        **options: Any,
+    ) -> None:
         given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | options
         types, constants, aligned = {}, {}, {}
         for i, name in enumerate(self.kernel.arg_names):
@@ -49,7 +56,7 @@ class Compiled:
             else:
                 types[name], constants[(i,)] = "constexpr", value
         source = ASTSource(self.kernel, types, constants, aligned)
-        how = {"num_warps": num_warps, "num_stages": num_stages}
+        how = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         try:
             made = compile_kernel(source, target=GPUTarget("cuda", self.target, 32), options=how)
             self.report(self.kernel.__name__, made.metadata.shared)
@@ -105,11 +112,13 @@ def run_activation(dtype: torch.dtype) -> None:
 
 
 def run_ranks(dtype: torch.dtype) -> None:
-    """Two tokens of the 1.3B Mamba-3 MIMO, both ways."""
-    x, weight = torch.zeros(1, 2, 4, 64, 64, dtype=dtype), torch.zeros(1, 2, 64)
-    given = [x, x, x, weight, x, x, weight]
-    ranks.forward(given)
-    ranks.backward(x, given)
+    """Two tokens of the 1.3B Mamba-3 MIMO, both ways, and of one with narrow keys."""
+    for keys in (64, 16):
+        k, v = (torch.zeros(1, 2, 4, 64, width, dtype=dtype) for width in (keys, 64))
+        weight = torch.zeros(1, 2, 64)
+        given = [k, k, v, weight, k, v, weight]
+        ranks.forward(given)
+        ranks.backward(v, given)
 
 
 def main(wanted: str, *cases: str) -> None:

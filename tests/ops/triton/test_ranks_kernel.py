@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from gdn2.ops import ranks as op
 from gdn2.ops.mamba3 import mamba3
@@ -89,6 +91,33 @@ def test_compiles_to_one_graph() -> None:
     grads = torch.autograd.grad(compiled(*leaves), leaves, drawn[-1])
     for a, b in zip(grads, run(drawn, False)[1:], strict=True):
         assert_close("gradient", a, b, 1e-13)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_compiler_is_told_what_the_operators_return(ranks: int) -> None:
+    *given, do = draw(ranks, 16, 16)
+    apart = [t.mT.contiguous().mT if t.ndim == 5 else t for t in given]
+    for operands in (given, apart):
+        opcheck(torch.ops.gdn2.rank_reads.default, (operands,))
+        opcheck(torch.ops.gdn2.rank_reads_backward.default, (do, operands))
+
+
+def test_flops_are_those_of_torch() -> None:
+    drawn = draw(3, 12, 20)
+    counts = []
+    for kernel in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            run(drawn, kernel)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_old_operands_are_those_of_several_ranks() -> None:
+    q, k, v, weight, *old = draw(3, 16, 16)[:-1]
+    with pytest.raises(ValueError, match="old: got None, expected None for one rank alone"):
+        rank_reads(q, k, v, weight, None)
+    with pytest.raises(ValueError, match="old: got tensors, expected None for one rank alone"):
+        rank_reads(q[:, :, :1], k[:, :, :1], v[:, :, :1], weight, (old[0], old[1], old[2]))
 
 
 def test_what_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
