@@ -41,8 +41,9 @@ def train_step(
     """
     optimiser.zero_grad()
     counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
-    # Gradients are averaged over processes, so a batch weighs by its part of a process's mean number of targets.
-    share = world.mean(torch.tensor(float(sum(counts)), device=world.device)).clamp(min=1)
+    # Gradients are averaged over processes, so a batch weighs by its part of a process's mean number of targets. It is
+    # filled in, not copied: a copy would wait until the weights of the step before have moved.
+    share = world.mean(torch.full((), float(sum(counts)), device=world.device)).clamp(min=1)
     total = torch.zeros((), device=world.device)
     for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         accumulate(model, last=i == len(batches) - 1)
