@@ -1,6 +1,6 @@
 """The command `gdn2`."""
 
-from gdn2.cli import benchmarks, data, evaluate, hub, machine, models, report, training
+from gdn2.cli import benchmarks, data, evaluate, hub, inspection, machine, models, report, training
 from gdn2.cli.base import app, main
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "data",
     "evaluate",
     "hub",
+    "inspection",
     "machine",
     "main",
     "models",

@@ -1,0 +1,37 @@
+"""The benchmark of accuracy on the console."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gdn2.bench.accuracy import PEER, Result, Row
+
+LOST = "lost"  # no number, or nothing of a quantity that is not zero
+
+
+def render(result: Result, console: Console) -> None:
+    """Print the errors of all variants, and below those of a peer how many times its error ours is."""
+    plan, quantities = result.plan, list(result.rows[0].errors)
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.title = f"relative errors against fp64, {plan.shape}, {plan.dtype} on {plan.device}"
+    for name in ("log-decay", "variant", *quantities):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for decay in plan.decays:
+        rows = {row.variant: row for row in result.rows if row.decay == decay}
+        for row in rows.values():
+            table.add_row(decay, row.variant, *(_error(row.errors[q]) for q in quantities))
+        if PEER in rows:
+            ratios = (_ratio(rows[plan.backend], rows[PEER], q) for q in quantities)
+            table.add_row(decay, f"over {PEER}", *ratios)
+    console.print(table)
+    for note in result.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _error(error: float | None) -> str:
+    return LOST if error is None else f"{error:.1e}"
+
+
+def _ratio(ours: Row, theirs: Row, quantity: str) -> str:
+    a, b = ours.errors[quantity], theirs.errors[quantity]
+    return "–" if a is None or not b else f"{a / b:.2f}"

@@ -1,0 +1,114 @@
+"""The benchmark of accuracy: errors are those of what was computed, whoever computed it."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from gdn2.bench import accuracy
+from gdn2.bench.accuracy import DECAYS, SPIKE, SPIKES, Plan, make_operands, read_plan, run
+from gdn2.bench.accuracy_report import render
+from gdn2.cli import app
+from gdn2.ops.rule import gated_delta_rule
+
+QUANTITIES = ["o", "dq", "dk", "dv", "dg", "dw", "db"]
+
+
+def plan(**changes: Any) -> Plan:
+    given: dict[str, Any] = {
+        "shape": "1x40x2x16x8",
+        "decays": None,
+        "backend": "torch",
+        "device": "cpu",
+        "dtype": "fp32",
+        "solve_precision": "ieee",
+        "peers": False,
+    }
+    return read_plan(**(given | changes))
+
+
+def half_wrong(**operands: Tensor) -> Tensor:
+    """A peer whose output and gradients are half as large again."""
+    rule: Any = gated_delta_rule
+    o: Tensor = rule(**operands, backend="torch")[0]
+    return 1.5 * o
+
+
+def broken(**operands: Tensor) -> Tensor:
+    return half_wrong(**operands) * torch.nan
+
+
+def printed(result: accuracy.Result) -> str:
+    console = Console(file=StringIO(), width=120)
+    render(result, console)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_all_decays_are_near_fp64() -> None:
+    result = run(plan())
+    assert [row.decay for row in result.rows] == [*DECAYS]
+    for row in result.rows:
+        assert [*row.errors] == QUANTITIES
+        assert all(error is not None and error < 2e-6 for error in row.errors.values()), row
+
+
+def test_decays_are_those_asked_for() -> None:
+    chosen = plan()
+    usual, flat, spiky = (make_operands(chosen, name)["g"] for name in ("initial", "-5", "spiky"))
+    assert bool((flat == -5).all())
+    spikes = spiky == SPIKE
+    assert torch.equal(spiky[~spikes], usual[~spikes])
+    assert abs(float(spikes.float().mean()) - SPIKES) < 0.03
+    others = [make_operands(chosen, name)["q"] for name in ("initial", "-5", "spiky")]
+    assert all(torch.equal(others[0], other) for other in others)
+
+
+def test_a_peer_is_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = {"fla": half_wrong, "fla-broken": broken, "other": broken}
+    monkeypatch.setattr(accuracy, "find_peers", lambda *_, **__: (peers, ["a note"]))
+    result = run(plan(peers=True, decays="0", dtype="bf16"))
+    ours, wrong, nothing = result.rows
+    assert (ours.variant, wrong.variant, nothing.variant) == ("torch", "fla", "fla-broken")
+    assert all(error == pytest.approx(0.5, abs=1e-2) for error in wrong.errors.values())
+    assert set(nothing.errors.values()) == {None}
+    text = printed(result)
+    assert "over fla" in text and "lost" in text and "a note" in text
+    assert ours.errors["o"] is not None and wrong.errors["o"] is not None
+    assert f"{ours.errors['o'] / wrong.errors['o']:.2f}" in text
+    json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    target = tmp_path / "accuracy.json"
+    options = ["--device", "cpu", "--shape", "1x40x2x16x8", "--decay", "0,-200"]
+    done = CliRunner().invoke(app, ["bench", "accuracy", *options, "--json", str(target)])
+    assert done.exit_code == 0, done.output
+    record = json.loads(target.read_text())["result"]
+    assert [row["decay"] for row in record["rows"]] == ["0", "-200"]
+    assert record["plan"]["shape"] == "1x40x2x16x8"
+    assert "1x40x2x16x8, fp32 on cpu" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--decay", "3"), "decay: got '3', expected initial, spiky or a number up to 0"),
+        (("--decay", "nan"), "decay: got 'nan', expected"),
+        (("--decay", "slow"), "decay: got 'slow', expected"),
+        (("--shape", "1x2"), "shape: got '1x2', expected BxTxHxDkxDv"),
+        (("--dtype", "fp8"), "dtype: got 'fp8', expected one of"),
+        (("--solve-precision", "fast"), "solve precision: got 'fast', expected one of ieee, tf32"),
+        (("--backend", "cuda"), "backend: got 'cuda', expected one of"),
+    ],
+)
+def test_mistakes_are_one_line(options: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "accuracy", "--device", "cpu", *options])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: {said}")
+    assert done.output.count("\n") == 1
