@@ -81,6 +81,18 @@ Dtype = Annotated[
     str | None, typer.Option(help="fp64, fp32, bf16 or fp16; by default fp32, on a GPU bf16.")
 ]
 
+Presets = Annotated[list[str] | None, typer.Argument(help="Presets, such as gdn2-1.3b-hybrid.")]
+Compile = Annotated[
+    bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")
+]
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--recompute/--no-recompute",
+        help="Recompute the chunks' matrices in the backward, or keep them.",
+    ),
+]
+
 
 @app.callback()
 def start(

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from gdn2.cli.base import Device, Dtype, JsonFile, bench, console, in_a_folder, write
+from gdn2.cli.base import (
+    Compile,
+    Device,
+    Dtype,
+    JsonFile,
+    Presets,
+    Recompute,
+    bench,
+    console,
+    in_a_folder,
+    write,
+)
 
 
 @bench.command()
@@ -193,9 +204,7 @@ def generation(
 
 @bench.command()
 def training(
-    preset: Annotated[
-        list[str] | None, typer.Argument(help="Presets, such as gdn2-1.3b-hybrid.")
-    ] = None,
+    preset: Presets = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="BxT: batch and length of a step; on a GPU the paper's. Repeatable."),
@@ -204,16 +213,8 @@ def training(
         str | None,
         typer.Option(help="Dtypes of the weights, with commas: bf16, fp32; on a GPU bf16."),
     ] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")
-    ] = None,
-    recompute: Annotated[
-        bool,
-        typer.Option(
-            "--recompute/--no-recompute",
-            help="Recompute the chunks' matrices in the backward, or keep them.",
-        ),
-    ] = True,
+    compile: Compile = None,
+    recompute: Recompute = True,
     steps: Annotated[int, typer.Option(help="Steps to time, after a few others.")] = 10,
     device: Device = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads torch may use.")] = None,

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from gdn2.cli.base import Device, Dtype, JsonFile, bench, console, write
+from gdn2.cli.base import (
+    Compile,
+    Device,
+    Dtype,
+    JsonFile,
+    Presets,
+    Recompute,
+    bench,
+    console,
+    write,
+)
 
 
 @bench.command()
@@ -53,9 +63,7 @@ def accuracy(
 
 @bench.command()
 def profile(
-    preset: Annotated[
-        list[str] | None, typer.Argument(help="Presets, such as gdn2-1.3b-hybrid.")
-    ] = None,
+    preset: Presets = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="BxT: batch and length of a step; on a GPU 4x4096. Repeatable."),
@@ -63,16 +71,8 @@ def profile(
     weights: Annotated[
         str | None, typer.Option(help="Dtype of the weights, bf16 or fp32; on a GPU bf16.")
     ] = None,
-    compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")
-    ] = None,
-    recompute: Annotated[
-        bool,
-        typer.Option(
-            "--recompute/--no-recompute",
-            help="Recompute the chunks' matrices in the backward, or keep them.",
-        ),
-    ] = True,
+    compile: Compile = None,
+    recompute: Recompute = True,
     steps: Annotated[int, typer.Option(help="Steps to time, and to profile.")] = 5,
     device: Device = None,
     json_file: JsonFile = None,
