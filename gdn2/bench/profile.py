@@ -4,9 +4,10 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -59,20 +60,20 @@ class Profile:
         return asdict(self) | {"shape": str(self.shape), "kernels": kernels, "samples": samples}
 
 
-def run(plan: Plan) -> Iterator[Profile]:
-    """Profile each preset at each shape, with weights of the first dtype."""
+def run(plan: Plan, begun: Callable[[str], None] = lambda what: None) -> Iterator[Profile]:
+    """Profile each preset at each shape, with weights of each dtype; `begun` is told what comes next."""
     world = World(0, 1, plan.device, None)
     try:
-        for name in plan.presets:
-            for shape in plan.shapes:
-                torch.compiler.reset()
-                yield _profile(plan, name, shape, world)
+        for name, shape, weights in product(plan.presets, plan.shapes, plan.weights):
+            begun(f"{name}, {shape}, {weights}")
+            torch.compiler.reset()
+            yield _profile(plan, name, shape, weights, world)
     finally:
         world.close()
 
 
-def _profile(plan: Plan, name: str, shape: Shape, world: World) -> Profile:
-    config, weights = find_preset(name), plan.weights[0]
+def _profile(plan: Plan, name: str, shape: Shape, weights: str, world: World) -> Profile:
+    config = find_preset(name)
     trainer = Trainer(build_own(config, plan, world, weights), world)
     batch = random_batch(shape, config.vocab_size, plan.device)
     for _ in range(1 + WARMUP[plan.device.type]):

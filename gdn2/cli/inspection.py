@@ -69,7 +69,8 @@ def profile(
         typer.Option(help="BxT: batch and length of a step; on a GPU 4x4096. Repeatable."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Dtype of the weights, bf16 or fp32; on a GPU bf16.")
+        str | None,
+        typer.Option(help="Dtypes of the weights, with commas: bf16, fp32; on a GPU bf16."),
     ] = None,
     compile: Compile = None,
     recompute: Recompute = True,
@@ -95,7 +96,7 @@ def profile(
         recompute=recompute,
     )
     found = []
-    for one in run(plan):
+    for one in run(plan, lambda what: typer.echo(f"profiling {what}", err=True)):
         render(one, console())
         found.append(one.as_json())
     write(json_file, {"profiles": found})

@@ -84,6 +84,19 @@ def test_a_peer_is_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(result.as_json(), allow_nan=False)
 
 
+def test_a_peer_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(accuracy, "find_peers", lambda *_, **__: ({"fla": fail}, []))
+    result = run(plan(peers=True, decays="0"))
+    assert [row.variant for row in result.rows] == ["torch"]
+    assert result.notes == ("no fla at log-decay 0: no such kernel",)
+    monkeypatch.setattr(accuracy, "gated_delta_rule", fail)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        run(plan(decays="0"))
+
+
 def test_the_command(tmp_path: Path) -> None:
     target = tmp_path / "accuracy.json"
     options = ["--device", "cpu", "--shape", "1x40x2x16x8", "--decay", "0,-200"]

@@ -99,10 +99,13 @@ def test_a_table_lists_the_longest_and_sums_the_others() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     target = tmp_path / "profile.json"
-    options = ["--shape", "1x16", "--device", "cpu", "--steps", "1", "--json", str(target)]
+    options = ["--shape", "1x16", "--device", "cpu", "--steps", "1", "--weights", "fp32,bf16"]
+    options += ["--json", str(target)]
     done = CliRunner().invoke(app, ["bench", "profile", "gdn2-1m-hybrid", *options])
     assert done.exit_code == 0, done.output
-    (found,) = json.loads(target.read_text())["profiles"]
+    found, other = json.loads(target.read_text())["profiles"]
+    assert other["weights"] == "bf16"
+    assert "profiling gdn2-1m-hybrid, 1x16, bf16" in done.output
     assert (found["preset"], found["shape"], found["weights"]) == ("gdn2-1m-hybrid", "1x16", "fp32")
     assert found["step_seconds"] > 0 and found["idle_seconds"] == 0
     seconds = [kernel["seconds"] for kernel in found["kernels"]]
