@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import timing
 from gdn2.bench.timing import Machine
-from gdn2.bench.training import WARMUP, Plan, Shape, Trainer, build_own, random_batch
+from gdn2.bench.training import WARMUP, Plan, Shape, Trainer, random_batch, variants
 from gdn2.models.presets import preset as find_preset
 from gdn2.training.world import World
 
@@ -45,7 +45,7 @@ class Profile:
 
     preset: str
     shape: Shape
-    weights: str
+    variant: str  # whose, and the dtype of its weights
     step_seconds: float  # without the profiler
     busy_seconds: float  # with it, in which anything runs
     idle_seconds: float  # and in which nothing does, from the first kernel to the last
@@ -60,22 +60,24 @@ class Profile:
         return asdict(self) | {"shape": str(self.shape), "kernels": kernels, "samples": samples}
 
 
-def run(plan: Plan, begun: Callable[[str], None] = lambda what: None) -> Iterator[Profile]:
-    """Profile each preset at each shape, with weights of each dtype; `begun` is told what comes next."""
+def run(plan: Plan, said: Callable[[str], None] = lambda line: None) -> Iterator[Profile]:
+    """Profile each variant of each preset at each shape alone; `said` is told what comes next, or cannot be built."""
     world = World(0, 1, plan.device, None)
     try:
-        for name, shape, weights in product(plan.presets, plan.shapes, plan.weights):
-            begun(f"{name}, {shape}, {weights}")
-            torch.compiler.reset()
-            yield _profile(plan, name, shape, weights, world)
+        for name in plan.presets:
+            build, lack = variants(name, plan, world)
+            for line in lack:
+                said(line)
+            for shape, variant in product(plan.shapes, build):
+                said(f"profiling {name}, {shape}, {variant}")
+                torch.compiler.reset()
+                yield _profile(plan, name, shape, variant, Trainer(build[variant](), world))
     finally:
         world.close()
 
 
-def _profile(plan: Plan, name: str, shape: Shape, weights: str, world: World) -> Profile:
-    config = find_preset(name)
-    trainer = Trainer(build_own(config, plan, world, weights), world)
-    batch = random_batch(shape, config.vocab_size, plan.device)
+def _profile(plan: Plan, name: str, shape: Shape, variant: str, trainer: Trainer) -> Profile:
+    batch = random_batch(shape, find_preset(name).vocab_size, plan.device)
     for _ in range(1 + WARMUP[plan.device.type]):
         trainer.step(batch)
     with sampling(plan.device) as samples:
@@ -96,7 +98,7 @@ def _profile(plan: Plan, name: str, shape: Shape, weights: str, world: World) ->
     busy = busy if is_gpu else sum(kernel.seconds for kernel in kernels)
     machine = timing.describe_machine()
     found = (seconds, busy, idle, kernels, tuple(samples), machine)
-    return Profile(name, shape, weights, *found)
+    return Profile(name, shape, variant, *found)
 
 
 class Span(NamedTuple):

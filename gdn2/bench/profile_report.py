@@ -12,7 +12,7 @@ MOST = 40  # kernels that are listed
 def render(found: Profile, console: Console) -> None:
     """Print the longest kernels, what is left, and how the GPU was."""
     speed = f"{found.shape.tokens / found.step_seconds:,.0f} tokens/s"
-    what = f"{found.preset}, {found.shape}, {found.weights}"
+    what = f"{found.preset}, {found.shape}, {found.variant}"
     console.print(f"{what}: {found.step_seconds * 1e3:.1f} ms a step, {speed}", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("ms", "part", "calls", "µs each", "kernel"):

@@ -13,7 +13,7 @@ import torch
 from gdn2.bench import timing
 from gdn2.bench.timing import DTYPES, Machine, Timing, measure_together
 from gdn2.bench.training_paper import SHAPES, paper_speed
-from gdn2.bench.training_peer import Parts, build_twin, find_parts, why_no_twin
+from gdn2.bench.training_peer import build_twin, find_parts, why_no_twin
 from gdn2.data.batch import Batch
 from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
@@ -33,6 +33,7 @@ DEFAULTS = {  # presets, shapes and weights
 WEIGHTS = ("bf16", "fp32")
 TWIN = "fla bf16"
 WARMUP = {"cpu": 2, "cuda": 10}  # a GPU is slower warm: the first shape would be the fastest
+Build = Callable[[], LanguageModel]
 RECIPE = OptimiserSection(lr=1e-4)  # small enough for steps from the first on
 
 
@@ -146,17 +147,12 @@ def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Resul
     """Time all presets, one after the other; `finished` is told each row as soon as there is one."""
     rows: list[Row] = []
     notes: list[str] = []
-    parts = find_parts(plan.device) if plan.peers else None
-    if isinstance(parts, str):
-        notes.append(parts)
-        parts = None
     world = World(0, 1, plan.device, None)
     try:
         for name in plan.presets:
-            lack = why_no_twin(find_preset(name))
-            if parts is not None and lack is not None:
-                notes.append(f"no peer of {name}: {lack}")
-            contest = Contest(name, plan, world, parts if lack is None else None)
+            build, lack = variants(name, plan, world)
+            notes += lack
+            contest = Contest(name, plan, build, world)
             for shape in plan.shapes:
                 for row in contest.time(shape):
                     rows.append(row)
@@ -164,7 +160,22 @@ def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Resul
             contest.release()
     finally:
         world.close()
-    return Result(plan, timing.describe_machine(), tuple(rows), tuple(notes))
+    return Result(plan, timing.describe_machine(), tuple(rows), tuple(dict.fromkeys(notes)))
+
+
+def variants(name: str, plan: Plan, world: World) -> tuple[dict[str, Build], list[str]]:
+    """What builds each variant of a preset, and why one that was asked for cannot be built."""
+    config = find_preset(name)
+    build: dict[str, Build] = {
+        f"gdn2 {dtype}": partial(build_own, config, plan, world, dtype) for dtype in plan.weights
+    }
+    if not plan.peers:
+        return build, []
+    parts, lack = find_parts(plan.device), why_no_twin(config)
+    if isinstance(parts, str) or lack is not None:
+        return build, [parts if isinstance(parts, str) else f"no peer of {name}: {lack}"]
+    twin = partial(build_twin, config, parts, plan.device, seed=0)
+    return {**build, TWIN: cast(Build, twin)}, []
 
 
 class Trainer:
@@ -188,16 +199,9 @@ class Trainer:
 class Contest:
     """The variants of one preset, built once and timed in turns, or one by one where memory has no room for all."""
 
-    def __init__(self, name: str, plan: Plan, world: World, parts: Parts | None) -> None:
-        self.name, self.plan, self.world = name, plan, world
+    def __init__(self, name: str, plan: Plan, build: dict[str, Build], world: World) -> None:
+        self.name, self.plan, self.build, self.world = name, plan, build, world
         self.config = find_preset(name)
-        self.build: dict[str, Callable[[], LanguageModel]] = {
-            f"gdn2 {dtype}": partial(build_own, self.config, plan, world, dtype)
-            for dtype in plan.weights
-        }
-        if parts is not None:
-            twin = partial(build_twin, self.config, parts, plan.device, seed=0)
-            self.build[TWIN] = cast(Callable[[], LanguageModel], twin)
         self.trainers: dict[str, Trainer] = {}
         self.broken: dict[str, str] = {}  # variants that fail for other reasons than memory
         self.is_crowded = False

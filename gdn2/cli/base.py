@@ -92,6 +92,9 @@ Recompute = Annotated[
         help="Recompute the chunks' matrices in the backward, or keep them.",
     ),
 ]
+Twin = Annotated[
+    bool, typer.Option("--peers", help="Time the same model built from fla's layers too.")
+]
 
 
 @app.callback()

@@ -13,6 +13,7 @@ from gdn2.cli.base import (
     JsonFile,
     Presets,
     Recompute,
+    Twin,
     bench,
     console,
     in_a_folder,
@@ -218,9 +219,7 @@ def training(
     steps: Annotated[int, typer.Option(help="Steps to time, after a few others.")] = 10,
     device: Device = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads torch may use.")] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Time the same model built from fla's layers too.")
-    ] = False,
+    peers: Twin = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Also time a fresh process that has compiled nothing.")
     ] = False,

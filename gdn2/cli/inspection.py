@@ -12,6 +12,7 @@ from gdn2.cli.base import (
     JsonFile,
     Presets,
     Recompute,
+    Twin,
     bench,
     console,
     write,
@@ -76,6 +77,7 @@ def profile(
     recompute: Recompute = True,
     steps: Annotated[int, typer.Option(help="Steps to time, and to profile.")] = 5,
     device: Device = None,
+    peers: Twin = False,
     json_file: JsonFile = None,
 ) -> None:
     """Say where the time of a training step goes, kernel by kernel, and what the GPU draws meanwhile."""
@@ -91,12 +93,12 @@ def profile(
         weights=weights,
         device=device,
         compile=compile,
-        peers=False,
+        peers=peers,
         steps=steps,
         recompute=recompute,
     )
     found = []
-    for one in run(plan, lambda what: typer.echo(f"profiling {what}", err=True)):
+    for one in run(plan, lambda line: typer.echo(line, err=True)):
         render(one, console())
         found.append(one.as_json())
     write(json_file, {"profiles": found})

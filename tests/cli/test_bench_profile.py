@@ -83,7 +83,7 @@ def test_a_table_lists_the_longest_and_sums_the_others() -> None:
     kernels = [Kernel(f"kernel {i}", 2, 1e-3) for i in range(MOST + 3)]
     samples = (Sample(1500, 690, 64), Sample(1600, 695, 65))
     found = Profile(
-        *("tiny", Shape(2, 512), "bf16", 0.1, 0.043, 0.007, tuple(kernels), samples),
+        *("tiny", Shape(2, 512), "gdn2 bf16", 0.1, 0.043, 0.007, tuple(kernels), samples),
         describe_machine(),
     )
     console = Console(file=StringIO(), width=120)
@@ -100,13 +100,15 @@ def test_a_table_lists_the_longest_and_sums_the_others() -> None:
 def test_the_command(tmp_path: Path) -> None:
     target = tmp_path / "profile.json"
     options = ["--shape", "1x16", "--device", "cpu", "--steps", "1", "--weights", "fp32,bf16"]
-    options += ["--json", str(target)]
+    options += ["--json", str(target), "--peers"]
     done = CliRunner().invoke(app, ["bench", "profile", "gdn2-1m-hybrid", *options])
     assert done.exit_code == 0, done.output
     found, other = json.loads(target.read_text())["profiles"]
-    assert other["weights"] == "bf16"
-    assert "profiling gdn2-1m-hybrid, 1x16, bf16" in done.output
-    assert (found["preset"], found["shape"], found["weights"]) == ("gdn2-1m-hybrid", "1x16", "fp32")
+    assert other["variant"] == "gdn2 bf16"
+    assert "profiling gdn2-1m-hybrid, 1x16, gdn2 bf16" in done.output
+    assert "no peers: fla trains on a GPU only" in done.output
+    assert (found["preset"], found["shape"]) == ("gdn2-1m-hybrid", "1x16")
+    assert found["variant"] == "gdn2 fp32"
     assert found["step_seconds"] > 0 and found["idle_seconds"] == 0
     seconds = [kernel["seconds"] for kernel in found["kernels"]]
     assert seconds == sorted(seconds, reverse=True)

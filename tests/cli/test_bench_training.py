@@ -143,7 +143,8 @@ def test_factors_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_what_is_held_and_what_a_step_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    contest = training.Contest("gdn2-1m", tiny_plan(), World(0, 1, CPU, None), None)
+    plan, world = tiny_plan(), World(0, 1, CPU, None)
+    contest = training.Contest("gdn2-1m", plan, training.variants("gdn2-1m", plan, world)[0], world)
     contest.trainers["gdn2 fp32"] = trainer = training.Trainer(LanguageModel(SMALL), contest.world)
     trainer.held_bytes = 100
     took = Timing(1.0, 1.0, 1.0, 5, peak_bytes=11)

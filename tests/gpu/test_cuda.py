@@ -11,8 +11,8 @@ from gdn2.ops.chunk_op import pack
 from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain
 from gdn2.ops.operands import Operands
 from tests.closeness import relative_error
-from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, run
-from tests.ops.cases import Case
+from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, options, run
+from tests.ops.cases import Case, rule
 
 KERNELS = ("intra", "forward_scan", "backward_scans", "gradient", "group_gradient")
 HOPPER = COMPILED and torch.cuda.get_device_capability() >= (9, 0)
@@ -102,3 +102,17 @@ def test_both_ways_without_an_erase_gate(name: str, monkeypatch: pytest.MonkeyPa
     for quantity, y in expected.items():
         error, other = (relative_error(found[quantity], y) for found in (ours, triton))
         assert error <= max(1.3 * other, 2e-3), (quantity, error, other)
+
+
+def test_a_write_gate_may_be_wide() -> None:
+    """As those of Mamba-2 and Mamba-3: where it holds the same numbers, nothing else changes."""
+    case = PLAIN_CASES["a write gate a head"]
+    narrow = run(case)
+    leaves = on_gpu(case)
+    leaves["w"] = leaves["w"].detach().float().requires_grad_()
+    given: dict[str, Any] = {"b": None, **leaves}
+    del given["initial_state"]
+    assert takes_plain(pack(**given, scale=1.0), 64, rows=8)
+    o, state = rule(leaves, **options(case, "triton"))
+    assert torch.equal(o, narrow.o)
+    assert state is not None and torch.equal(state, narrow.state)

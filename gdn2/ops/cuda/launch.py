@@ -19,6 +19,7 @@ GROUPED = 128  # channels of a head that two groups of four warps share
 PROGRAMS = {64: 3, 128: 2}  # that share a multiprocessor, as many as its shared memory has room for
 INTRA, GRADIENT, GROUP_GRADIENT = "intra", "gradient", "group_gradient"
 PLAIN, FORWARD, BACKWARD = "plain_scan", "forward_scan", "backward_scans"
+GATES = (torch.bfloat16, torch.float32)  # what the write gate of `plain_scan` may be
 ENOUGH = 96  # programs of `plain_scan`, which has a multiprocessor for each
 Key = tuple[str, torch.device, tuple[tuple[str, int], ...]]
 _kernels: dict[Key, Kernel | None] = {}
@@ -48,7 +49,7 @@ def gradient_of_blocks(x: Operands) -> str:
 
 
 def takes_plain(x: Operands, chunk: int, rows: int) -> bool:
-    """Whether `plain_scan` is: no erase gate, one decay a head, and a write gate a head at most."""
+    """Whether `plain_scan` is: no erase gate, one decay a head, and a write gate a head at most, that may be fp32."""
     if x.b is not None or not is_usual(x, chunk):
         return False
     heads, width = x.v.shape[1:]
@@ -57,7 +58,7 @@ def takes_plain(x: Operands, chunk: int, rows: int) -> bool:
         and x.q.shape[2] == width
         and x.g.shape[2] == 1
         and all(heads % t.shape[1] == 0 for t in (x.q, x.g))
-        and (x.w is None or x.w.shape[1:] == (heads, 1))
+        and (x.w is None or (x.w.shape[1:] == (heads, 1) and x.w.dtype in GATES))
         and ready(PLAIN, x, VALUES=value_channels(width, rows))
     )
 
@@ -68,7 +69,8 @@ def suits(x: Operands, chunk: int) -> bool:
         return False
     gates = [t for t in (x.b, x.w) if t is not None]
     return all(t.shape == x.q.shape for t in (x.k, x.v, x.g)) and all(
-        t.shape[1] == x.q.shape[1] and t.shape[2] in (1, x.q.shape[2]) for t in gates
+        t.shape[1] == x.q.shape[1] and t.shape[2] in (1, x.q.shape[2]) and t.dtype == x.q.dtype
+        for t in gates
     )
 
 
@@ -76,12 +78,12 @@ def is_usual(x: Operands, chunk: int) -> bool:
     """What all kernels ask for: Hopper or newer, bf16, chunks of 64, a width they know, aligned operands."""
     if chunk != CHUNK or not x.q.is_cuda or capability(x.q.device) < HOPPER:
         return False
-    narrow = [t for t in (x.q, x.k, x.v, x.b, x.w) if t is not None]
+    given = [t for t in (x.q, x.k, x.v, x.g, x.b, x.w) if t is not None]
     return (
         x.q.shape[2] in PROGRAMS
-        and all(t.dtype == torch.bfloat16 for t in narrow)
+        and all(t.dtype == torch.bfloat16 for t in (x.q, x.k, x.v))
         and x.g.dtype == torch.float32
-        and all(t.data_ptr() % 16 == 0 for t in (*narrow, x.g))
+        and all(t.data_ptr() % 16 == 0 for t in given)
     )
 
 
@@ -144,12 +146,12 @@ def macros(kernel: str, x: Operands) -> dict[str, int]:
     heads, width = x.q.shape[1:]
     if kernel in (FORWARD, BACKWARD):
         return {"HEADS": heads, "D": width}
-    gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2]}
     if kernel == PLAIN:
         shared = {"HEADS": x.v.shape[1], "K_HEADS": heads, "G_HEADS": x.g.shape[1]}
-        return {**shared, **gates, "D": width, "PROGRAMS": 2 if width == 64 else 1}
+        shared["W_BYTES"] = 0 if x.w is None else x.w.element_size()
+        return {**shared, "D": width, "PROGRAMS": 2 if width == 64 else 1}
     assert x.b is not None
-    gates["B_WIDTH"] = x.b.shape[2]
+    gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2], "B_WIDTH": x.b.shape[2]}
     return {"HEADS": heads, "D": width, **gates, "PROGRAMS": PROGRAMS[width]}
 
 

@@ -15,6 +15,10 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 struct Token { float log, write; };  // the log-decay and the write gate of a token
 
+DEVICE float gate(const void* w, i64 at) {
+    return W_BYTES == 4 ? static_cast<const float*>(w)[at] : first(static_cast<const unsigned short*>(w)[at]);
+}
+
 // A lane's two tokens of a chunk; nothing after those that are known.
 DEVICE void load_tokens(Token (&to)[2], const float* g, const void* w, i64 start, int length, int head, int lane) {
 #pragma unroll
@@ -23,7 +27,7 @@ DEVICE void load_tokens(Token (&to)[2], const float* g, const void* w, i64 start
         const bool known = token < length;
         const i64 at = start + (known ? token : 0);
         const float log = g[at * G_HEADS + head / (HEADS / G_HEADS)];
-        const float write = W_WIDTH ? first(static_cast<const unsigned short*>(w)[at * HEADS + head]) : 1.0f;
+        const float write = W_BYTES ? gate(w, at * HEADS + head) : 1.0f;
         to[i] = {known ? fmaxf(log * LOG2E, -185.0f) : 0.0f, known ? write : 0.0f};
     }
 }

@@ -234,13 +234,19 @@ def plain_loop(initial_state: Tensor, **x: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_plain_scan(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Output and final state without an erase gate, where the kernel takes such operands: nothing otherwise."""
+    """Output and final state without an erase gate, where the kernel takes such operands: nothing otherwise.
+
+    With the write gate as narrow as values, and as wide as decays.
+    """
     exact, x, state = plain_operands(128, device, dtype)
-    found = scans.plain(x, dense_table(1, len(x.q), CHUNK, device), state)
-    if found is None:
-        return {}
-    right = plain_loop(**exact)
-    return {"o": (found[0], right[0][0]), "final": (found[1], right[1])}
+    right, pairs = plain_loop(**exact), Pairs()
+    assert x.w is not None
+    for name, gate in (("narrow", x.w), ("wide", x.w.float())):
+        found = scans.plain(x._replace(w=gate), dense_table(1, len(x.q), CHUNK, device), state)
+        if found is not None:
+            pairs[f"o, {name} gate"] = (found[0], right[0][0])
+            pairs[f"final, {name} gate"] = (found[1], right[1])
+    return pairs
 
 
 def check_plain_gradient(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -25,7 +25,7 @@ def compile_scan(tmp_path_factory: pytest.TempPathFactory) -> Compile:
 
     @cache
     def compiled(*sizes: int) -> Emulated:
-        names = ("HEADS", "K_HEADS", "G_HEADS", "W_WIDTH", "D", "VALUES")
+        names = ("HEADS", "K_HEADS", "G_HEADS", "W_BYTES", "D", "VALUES")
         return Emulated(
             folder, "plain_scan", "vvvfvfvfiiis", **dict(zip(names, sizes, strict=True))
         )
@@ -38,7 +38,7 @@ def draw(
     width: int,
     lengths: tuple[int, ...],
     decay: float | None,
-    gate: bool,
+    gate: torch.dtype | None,
 ) -> dict[str, Tensor]:
     """Packed operands: a decay for each head, and maybe a write gate."""
     generator = torch.Generator().manual_seed(0)
@@ -52,8 +52,8 @@ def draw(
     g = -torch.rand((1, L, HG, 1), generator=generator)
     x["g"] = g if decay is None else torch.full_like(g, decay)
     x["initial_state"] = 0.3 * normal(len(lengths), H, width, width)
-    if gate:
-        x["w"] = normal(1, L, H, 1).sigmoid().bfloat16()
+    if gate is not None:
+        x["w"] = normal(1, L, H, 1).sigmoid().to(gate)
     return x
 
 
@@ -61,12 +61,13 @@ def draw(
 @pytest.mark.parametrize(
     ("heads", "width", "values", "lengths", "decay", "gate"),
     [
-        ((2, 2, 2), 64, 64, (200,), None, True),
-        ((2, 1, 2), 64, 32, (1, 64, 130), None, False),
-        ((2, 2, 1), 128, 64, (65, 63), None, True),
-        ((1, 1, 1), 64, 64, (130,), 0.0, False),
-        ((1, 1, 1), 64, 64, (130,), -20.0, True),
-        ((1, 1, 1), 64, 64, (70,), -300.0, False),
+        ((2, 2, 2), 64, 64, (200,), None, torch.bfloat16),
+        ((2, 2, 2), 64, 64, (200,), None, torch.float32),
+        ((2, 1, 2), 64, 32, (1, 64, 130), None, None),
+        ((2, 2, 1), 128, 64, (65, 63), None, torch.bfloat16),
+        ((1, 1, 1), 64, 64, (130,), 0.0, None),
+        ((1, 1, 1), 64, 64, (130,), -20.0, torch.float32),
+        ((1, 1, 1), 64, 64, (70,), -300.0, None),
     ],
     ids=str,
 )
@@ -77,7 +78,7 @@ def test_outputs_and_final_states(
     values: int,
     lengths: tuple[int, ...],
     decay: float | None,
-    gate: bool,
+    gate: torch.dtype | None,
 ) -> None:
     x = draw(heads, width, lengths, decay, gate)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -89,9 +90,9 @@ def test_outputs_and_final_states(
     assert last is not None
     state = x["initial_state"]
     o, final = torch.full_like(x["v"][0], torch.nan), torch.full_like(state, torch.nan)
-    kernel = compile_scan(*heads, int(gate), width, values)
+    kernel = compile_scan(*heads, 0 if gate is None else gate.itemsize, width, values)
     operands = [x[n][0].contiguous() for n in "qkvg"]
-    w = x["w"][0] if gate else None
+    w = None if gate is None else x["w"][0]
     places = (table.start, table.length, table.first)
     programs = len(lengths) * heads[0] * (width // values)
     kernel(programs, [*operands, w, state, o, final, *places], 0.5)
@@ -104,7 +105,7 @@ def test_outputs_and_final_states(
 def test_shared_memory_is_what_the_kernel_says(
     compile_scan: Compile, width: int, values: int
 ) -> None:
-    kernel = compile_scan(*((2, 2, 2) if width == 64 else (2, 2, 1)), 1, width, values)
+    kernel = compile_scan(*((2, 2, 2) if width == 64 else (2, 2, 1)), 2, width, values)
     assert kernel.has_said_memory()
 
 
