@@ -22,7 +22,7 @@ STAGES = (
     "gradient_keys",
     "deep_gradient",
 )
-RULE = (*STAGES, TOGETHER)
+RULE = (*STAGES, "table", TOGETHER)
 _said: set[str] = set()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gdn2.ops import trust
 from gdn2.ops.chunk_op import pack
@@ -116,3 +117,54 @@ def test_a_write_gate_may_be_wide() -> None:
     o, state = rule(leaves, **options(case, "triton"))
     assert torch.equal(o, narrow.o)
     assert state is not None and torch.equal(state, narrow.state)
+
+
+LONG = replace(USUAL, B=1, T=64 * 131 - 7)
+
+
+def is_overlapped(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, dict[str, Tensor]]:
+    """Whether the scan goes on while chunks compute, and all results."""
+    from gdn2.ops.triton import overlap  # noqa: PLC0415 (a module for GPUs)
+
+    takes, seen = overlap.takes, []
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap, "takes", lambda *given: seen.append(takes(*given)) or seen[-1])
+        found = run(case).named()
+    return seen[-1], found
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_long_sequence_is_scanned_while_chunks_compute(
+    width: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing changes by that but the time."""
+    from gdn2.ops.triton import overlap  # noqa: PLC0415
+
+    case = replace(LONG, d_k=width, d_v=width, recompute=recompute)
+    overlapped, ours = is_overlapped(case, monkeypatch)
+    assert overlapped
+    monkeypatch.setattr(overlap, "takes", lambda *_: False)
+    apart = run(case).named()
+    assert all(torch.equal(x, apart[name]) for name, x in ours.items())
+
+
+@pytest.mark.parametrize("change", [{"B": 2}, {"T": 64 * 127}, {"lengths": (4096, 4281)}], ids=str)
+def test_other_sequences_are_scanned_afterwards(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_overlapped(replace(LONG, **change), monkeypatch)[0]
+
+
+def test_a_long_sequence_in_a_graph() -> None:
+    """Both streams are captured."""
+    leaves = {n: x.detach() for n, x in on_gpu(LONG).items()}
+    expected = rule(leaves, **options(LONG, "triton"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rule(leaves, **options(LONG, "triton"))
+    for x in found:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -50,11 +50,13 @@ from gdn2.ops.triton.companions import (
     check_ranks,
     check_step,
     check_swiglu,
+    check_table,
     check_window,
     differentiate,
 )
 from gdn2.ops.triton.pipeline import contiguous, dense_table
-from gdn2.ops.triton.stages import Factors, Table
+from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.table import Table
 
 CHUNK = 64
 FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
@@ -334,6 +336,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "log_decay": check_log_decay,
     "adamw": check_adamw,
     "ranks": check_ranks,
+    "table": check_table,
     plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

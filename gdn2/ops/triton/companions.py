@@ -23,6 +23,8 @@ from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.matvec import matvec
 from gdn2.ops.triton.step import TILES, step
 from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
+from gdn2.ops.triton.table import BLOCK as TABLE_BLOCK
+from gdn2.ops.triton.table import chunk_table
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
 Call = Callable[..., Sequence[Tensor]]
@@ -275,6 +277,25 @@ def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
         pairs = compare(kernel, twin, draw(shapes, dtype), ("o",), device)
         found |= {f"{name}, {ranks} ranks": pair for name, pair in pairs.items()}
     return found
+
+
+def check_table(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Places of chunks beside those found one by one: of many sequences, and with room left over."""
+    size, start = 64, 0
+    lengths = [n % 200 for n in range(0, 37 * (TABLE_BLOCK + 2), 37)]
+    chunks, first = [], [0]
+    for length in lengths:
+        chunks += [(start + i, min(size, length - i)) for i in range(0, length, size)]
+        first.append(len(chunks))
+        start += length
+    starts, counts = zip(*chunks, (0, 0), (0, 0), strict=True)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    found = chunk_table(cu_seqlens.to(device), len(starts), size)
+    right = dict(zip(("start", "length", "first"), (starts, counts, first), strict=True))
+    return {
+        name: (getattr(found, name).to(dtype), torch.tensor(places).to(dtype))
+        for name, places in right.items()
+    }
 
 
 def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -9,8 +9,10 @@ from torch import Tensor
 from gdn2.ops.cuda.launch import in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
-from gdn2.ops.triton import ahead, plain, scans, stages
-from gdn2.ops.triton.stages import Factors, Table
+from gdn2.ops.triton import ahead, overlap, plain, scans, stages
+from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.table import Table
+from gdn2.ops.triton.table import chunk_table as table_of
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
 
@@ -38,8 +40,11 @@ def run_forward(
     at_once = None if keeps else scans.plain(x, table, state)
     if at_once is not None:
         return *at_once, []
-    f = stages.intra(x, table, solve)
-    o, final = scans.forward(x, f, table, state)
+    if overlap.takes(x, table) and not ahead.compiling():
+        o, final, f = overlap.forward(x, table, state)
+    else:
+        f = stages.intra(x, table, solve)
+        o, final = scans.forward(x, f, table, state)
     return o, final, f.tensors() if keeps else []
 
 
@@ -131,11 +136,11 @@ def chunk_table(x: Operands, batch: Batch) -> Table:
         capturing = x.k.is_cuda and torch.cuda.is_current_stream_capturing()
         make = dense_table.__wrapped__ if capturing else dense_table
         return make(batch.rows, batch.length, batch.chunk_size, x.k.device)
-    return stages.chunk_table(batch.cu_seqlens, batch.chunks, batch.chunk_size)
+    return table_of(batch.cu_seqlens, batch.chunks, batch.chunk_size)
 
 
 @cache
 def dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
     """Equal lengths are packing too."""
     cu_seqlens = torch.arange(rows + 1, device=device) * length
-    return stages.chunk_table(cu_seqlens, rows * ((length + size - 1) // size), size)
+    return table_of(cu_seqlens, rows * ((length + size - 1) // size), size)

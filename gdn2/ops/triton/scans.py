@@ -10,7 +10,8 @@ from gdn2.ops.cuda.launch import takes_plain
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.ahead import compiling
-from gdn2.ops.triton.stages import Factors, Table
+from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.table import Table
 
 
 def plain(x: Operands, table: Table, state: Tensor) -> tuple[Tensor, Tensor] | None:

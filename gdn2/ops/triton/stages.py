@@ -25,15 +25,7 @@ from gdn2.ops.triton.launch import Launch, Scan, launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
-
-
-class Table(NamedTuple):
-    """Chunks in sequence-major order; its sizes depend on shapes alone, unused chunks have length 0."""
-
-    size: int
-    start: Tensor  # [M] first token of each chunk
-    length: Tensor  # [M] its tokens
-    first: Tensor  # [N + 1] first chunk of each sequence
+from gdn2.ops.triton.table import Table
 
 
 class Decays(NamedTuple):
@@ -59,22 +51,6 @@ class Factors(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """All that are there."""
         return [t for t in self[:-1] if t is not None]
-
-
-def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
-    """Build the table on the device, reading nothing back; `chunks` may be more than there are."""
-    cu_seqlens = cu_seqlens.long()
-    lengths = cu_seqlens.diff()
-    first = torch.zeros_like(cu_seqlens)
-    first[1:] = ((lengths + size - 1) // size).cumsum(0)
-    chunk = torch.arange(chunks, device=cu_seqlens.device)
-    sequence = torch.searchsorted(first[1:].contiguous(), chunk, right=True)
-    known = sequence < lengths.numel()
-    sequence = sequence.clamp(max=lengths.numel() - 1)
-    begin = cu_seqlens[sequence] + (chunk - first[sequence]) * size
-    length = (cu_seqlens[sequence + 1] - begin).clamp(max=size)
-    zero = torch.zeros_like(begin)
-    return Table(size, torch.where(known, begin, zero), torch.where(known, length, zero), first)
 
 
 def precision(dtype: torch.dtype, solve: str) -> dict[str, object]:

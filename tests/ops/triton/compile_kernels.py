@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import conv_launch, launch, plain, ranks, stages, swiglu
+from gdn2.ops.triton import conv_launch, launch, plain, ranks, stages, swiglu, table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -78,15 +78,15 @@ def run_stages(dtype: torch.dtype, width: int, chunk: int) -> None:
         return torch.zeros(2 * chunk, 2, width, dtype=dtype)
 
     x = Operands(zeros(), zeros(), zeros(), zeros(torch.float32), zeros(), zeros(), 0.1)
-    table = stages.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
+    chunks = table.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
     state = torch.zeros(1, 2, width, width)
-    sums = stages.decays(x, table)
-    f = stages.intra(x, table, "ieee", sums)
-    stages.scan(x, f, table, state, outputs=True, save=False)
-    _, _, starts, R = stages.scan(x, f, table, state, outputs=False, save=True)
+    sums = stages.decays(x, chunks)
+    f = stages.intra(x, chunks, "ieee", sums)
+    stages.scan(x, f, chunks, state, outputs=True, save=False)
+    _, _, starts, R = stages.scan(x, f, chunks, state, outputs=False, save=True)
     assert starts is not None and R is not None
-    dR, ends, _ = stages.scan_reverse(x, f, table, x.v, state)
-    stages.gradient(x, f.A, f.deep, table, sums, x.v, [starts, R, ends, dR])
+    dR, ends, _ = stages.scan_reverse(x, f, chunks, x.v, state)
+    stages.gradient(x, f.A, f.deep, chunks, sums, x.v, [starts, R, ends, dR])
 
 
 def run_plain(dtype: torch.dtype, width: int, chunk: int) -> None:
@@ -95,8 +95,8 @@ def run_plain(dtype: torch.dtype, width: int, chunk: int) -> None:
     g, w = (torch.zeros(2 * chunk, 2, 1) for _ in range(2))
     x, state = Operands(q, k, v, g, None, w, 0.1), torch.zeros(1, 2, width, width)
     if plain.takes(x, chunk):
-        table = stages.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
-        plain.backward(x, table, state, v, state)
+        chunks = table.chunk_table(torch.tensor([0, 2 * chunk]), 2, chunk)
+        plain.backward(x, chunks, state, v, state)
 
 
 def run_convolution(dtype: torch.dtype, width: int) -> None:
@@ -125,7 +125,7 @@ def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, plain, conv_launch, swiglu, ranks)
+        for module in (stages, plain, conv_launch, swiglu, ranks, table)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]

@@ -20,6 +20,7 @@ from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.checks import CHUNK, MILD, Exact
+from gdn2.ops.triton.table import Table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
 
@@ -82,7 +83,7 @@ class Launched:
         programs = 2 if kernel.kernel == GROUP_GRADIENT else chunks
         kernel(programs, given, x.scale, chunks)
 
-    def wide(self) -> tuple[Operands, stages.Table]:
+    def wide(self) -> tuple[Operands, Table]:
         """The rounded operands in fp32: the interpreter multiplies no bf16."""
         tensors = {n: t.float() for n, t in self.x._asdict().items() if n != "scale"}
         return self.x._replace(**tensors), self.table

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from gdn2 import gated_delta_rule
 from gdn2.ops.cuda.launch import value_channels
-from gdn2.ops.triton import stages
+from gdn2.ops.triton.table import chunk_table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulated, needs_compiler
 
@@ -82,7 +82,7 @@ def test_outputs_and_final_states(
 ) -> None:
     x = draw(heads, width, lengths, decay, gate)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    table = stages.chunk_table(cu_seqlens, sum((n + 63) // 64 for n in lengths), 64)
+    table = chunk_table(cu_seqlens, sum((n + 63) // 64 for n in lengths), 64)
     exact: dict[str, Any] = {n: t.double() for n, t in x.items()}
     expected, last = gated_delta_rule(
         **exact, cu_seqlens=cu_seqlens, output_final_state=True, backend="reference", scale=0.5

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gdn2.ops.cuda.blocks import to_blocks, to_rows
 from gdn2.ops.selfcheck import Scenario
-from gdn2.ops.triton import stages
 from gdn2.ops.triton.checks import MILD, Exact
+from gdn2.ops.triton.table import chunk_table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulated, needs_compiler
 
@@ -101,7 +101,7 @@ class Packed:
         self.heads, self.width, generator = 2, 64, torch.Generator().manual_seed(0)
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
         chunks = sum((n + 63) // 64 for n in lengths)
-        self.table = stages.chunk_table(self.cu_seqlens, chunks, 64)
+        self.table = chunk_table(self.cu_seqlens, chunks, 64)
 
         def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return (0.1 * torch.randn(shape, generator=generator)).to(dtype)
@@ -120,7 +120,7 @@ class Packed:
             begin, end = (int(self.cu_seqlens[sequence + i]) for i in (0, 1))
             part = slice(int(table.first[sequence]), int(table.first[sequence + 1]))
             tiles = {n: t[part].contiguous() for n, t in tiles.items()}
-            table = stages.chunk_table(torch.tensor([0, end - begin]), part.stop - part.start, 64)
+            table = chunk_table(torch.tensor([0, end - begin]), part.stop - part.start, 64)
             do, state = do[begin:end].contiguous(), state[sequence : sequence + 1].contiguous()
         factors, U = [tiles[n] for n in FACTORS], tiles["U"]
         emulated = compile_scan(kernel, self.heads, self.width)

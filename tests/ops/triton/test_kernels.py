@@ -18,7 +18,8 @@ from gdn2.ops.chunk_op import pack
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.pipeline import dense_table
-from gdn2.ops.triton.stages import Factors, Table, chunk_table
+from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.table import Table, chunk_table
 from tests.closeness import assert_close
 from tests.ops.cases import OPERANDS, Case, operands
 
