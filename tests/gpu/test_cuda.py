@@ -127,8 +127,13 @@ def is_overlapped(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, di
     from gdn2.ops.triton import overlap  # noqa: PLC0415 (a module for GPUs)
 
     takes, seen = overlap.takes, []
+
+    def watched(*given: Any) -> bool:
+        seen.append(takes(*given))
+        return seen[-1]
+
     with monkeypatch.context() as patch:
-        patch.setattr(overlap, "takes", lambda *given: seen.append(takes(*given)) or seen[-1])
+        patch.setattr(overlap, "takes", watched)
         found = run(case).named()
     return seen[-1], found
 
