@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import timing
 from gdn2.bench.timing import Machine
-from gdn2.bench.training import WARMUP, Plan, Shape, Trainer, random_batch, variants
+from gdn2.bench.trainers import Plan, Shape, Trainer, TwinTrainer, random_batch, variants
+from gdn2.bench.training import WARMUP
 from gdn2.models.presets import preset as find_preset
 from gdn2.training.world import World
 
@@ -71,12 +72,14 @@ def run(plan: Plan, said: Callable[[str], None] = lambda line: None) -> Iterator
             for shape, variant in product(plan.shapes, build):
                 said(f"profiling {name}, {shape}, {variant}")
                 torch.compiler.reset()
-                yield _profile(plan, name, shape, variant, Trainer(build[variant](), world))
+                yield _profile(plan, name, shape, variant, build[variant]())
     finally:
         world.close()
 
 
-def _profile(plan: Plan, name: str, shape: Shape, variant: str, trainer: Trainer) -> Profile:
+def _profile(
+    plan: Plan, name: str, shape: Shape, variant: str, trainer: Trainer | TwinTrainer
+) -> Profile:
     batch = random_batch(shape, find_preset(name).vocab_size, plan.device)
     for _ in range(1 + WARMUP[plan.device.type]):
         trainer.step(batch)

@@ -6,24 +6,27 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 
 from gdn2.bench import timing
-from gdn2.bench.timing import DTYPES, Machine, Timing, measure_together
+from gdn2.bench.timing import Machine, Timing, measure_together
+from gdn2.bench.trainers import (
+    Build,
+    Plan,
+    Shape,
+    Trainer,
+    TwinTrainer,
+    random_batch,
+    variants,
+)
 from gdn2.bench.training_paper import SHAPES, paper_speed
-from gdn2.bench.training_peer import build_twin, find_parts, why_no_twin
 from gdn2.data.batch import Batch
-from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset as find_preset
 from gdn2.models.summary import forward_flops
-from gdn2.training.config import OptimiserSection
-from gdn2.training.optimiser import build_optimiser
-from gdn2.training.shard import build_model
 from gdn2.training.speed import peak_flops
-from gdn2.training.step import train_step
 from gdn2.training.world import World
 
 DEFAULTS = {  # presets, shapes and weights
@@ -31,45 +34,7 @@ DEFAULTS = {  # presets, shapes and weights
     "cuda": (("gdn2-1.3b-hybrid",), SHAPES, "bf16"),
 }
 WEIGHTS = ("bf16", "fp32")
-TWIN = "fla bf16"
 WARMUP = {"cpu": 2, "cuda": 10}  # a GPU is slower warm: the first shape would be the fastest
-Build = Callable[[], LanguageModel]
-RECIPE = OptimiserSection(lr=1e-4)  # small enough for steps from the first on
-
-
-class Shape(NamedTuple):
-    """Sizes of the batch of a step."""
-
-    batch: int
-    length: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Shape":
-        sizes = text.split("x")
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ValueError(f"shape: got {text!r}, expected BxT, such as 4x4096")
-        return cls(*map(int, sizes))
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to time: each preset at every shape, with weights of each dtype."""
-
-    presets: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    weights: tuple[str, ...]
-    device: torch.device
-    compile: bool
-    peers: bool = False
-    steps: int = 10  # of each, timed after a few others
-    recompute: bool = True  # as `engine.recompute`; the peer has its own way
 
 
 @dataclass(frozen=True)
@@ -152,7 +117,7 @@ def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Resul
         for name in plan.presets:
             build, lack = variants(name, plan, world)
             notes += lack
-            contest = Contest(name, plan, build, world)
+            contest = Contest(name, plan, build)
             for shape in plan.shapes:
                 for row in contest.time(shape):
                     rows.append(row)
@@ -163,46 +128,13 @@ def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Resul
     return Result(plan, timing.describe_machine(), tuple(rows), tuple(dict.fromkeys(notes)))
 
 
-def variants(name: str, plan: Plan, world: World) -> tuple[dict[str, Build], list[str]]:
-    """What builds each variant of a preset, and why one that was asked for cannot be built."""
-    config = find_preset(name)
-    build: dict[str, Build] = {
-        f"gdn2 {dtype}": partial(build_own, config, plan, world, dtype) for dtype in plan.weights
-    }
-    if not plan.peers:
-        return build, []
-    parts, lack = find_parts(plan.device), why_no_twin(config)
-    if isinstance(parts, str) or lack is not None:
-        return build, [parts if isinstance(parts, str) else f"no peer of {name}: {lack}"]
-    twin = partial(build_twin, config, parts, plan.device, seed=0)
-    return {**build, TWIN: cast(Build, twin)}, []
-
-
-class Trainer:
-    """A model and its optimiser, one step at a time."""
-
-    def __init__(self, model: LanguageModel, world: World) -> None:
-        self.model, self.world = model, world
-        self.optimiser = build_optimiser(model, RECIPE)
-        self.held_bytes = 0  # between two steps, on a GPU
-
-    def step(self, batch: Batch) -> float:
-        """The loss; an error where it is no number, for such a step moves nothing and is soon done."""
-        result = train_step(
-            self.model, self.optimiser, self.world, [batch], lr=RECIPE.lr, clip=RECIPE.clip
-        )
-        if not result.is_finite:
-            raise ValueError(f"loss {result.loss}, gradient norm {result.gradient_norm}")
-        return result.loss
-
-
 class Contest:
     """The variants of one preset, built once and timed in turns, or one by one where memory has no room for all."""
 
-    def __init__(self, name: str, plan: Plan, build: dict[str, Build], world: World) -> None:
-        self.name, self.plan, self.build, self.world = name, plan, build, world
+    def __init__(self, name: str, plan: Plan, build: dict[str, Build]) -> None:
+        self.name, self.plan, self.build = name, plan, build
         self.config = find_preset(name)
-        self.trainers: dict[str, Trainer] = {}
+        self.trainers: dict[str, Trainer | TwinTrainer] = {}
         self.broken: dict[str, str] = {}  # variants that fail for other reasons than memory
         self.is_crowded = False
 
@@ -254,7 +186,7 @@ class Contest:
         before = _allocated(device)
         is_new = name not in self.trainers
         if is_new:
-            self.trainers[name] = Trainer(self.build[name](), self.world)
+            self.trainers[name] = self.build[name]()
         loss = self.trainers[name].step(batch)
         timing.synchronize(device)
         if is_new:
@@ -275,29 +207,6 @@ class Contest:
             mfu=None if peak is None else flops / step.median / peak,
             loss=loss,
         )
-
-
-def build_own(config: ModelConfig, plan: Plan, world: World, weights: str) -> LanguageModel:
-    """The model as training builds it; a GPU computes in bf16."""
-    return build_model(
-        config,
-        seed=0,
-        world=world,
-        weights=DTYPES[weights],
-        compute=torch.bfloat16 if plan.device.type == "cuda" else DTYPES[weights],
-        compile=plan.compile,
-        recompute=plan.recompute,
-    )
-
-
-def random_batch(shape: Shape, vocabulary: int, device: torch.device) -> Batch:
-    """Tokens without any order, on the CPU as a loader leaves them."""
-    rand = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (shape.batch, shape.length + 1), generator=rand)
-    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    if device.type == "cuda":
-        ids, targets = ids.pin_memory(), targets.pin_memory()
-    return Batch(ids, targets)
 
 
 def _allocated(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from itertools import product
 
 from gdn2.bench.cold import run_fresh
-from gdn2.bench.training import Plan
+from gdn2.bench.trainers import Plan
 
 
 def first_step_seconds(plan: Plan) -> dict[str, float | str]:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gdn2.bench.timing import GIB
-from gdn2.bench.training import TWIN, Result, Row, Shape
+from gdn2.bench.trainers import TWIN, Shape
+from gdn2.bench.training import Result, Row
 
 
 def line(row: Row) -> str:

@@ -23,7 +23,7 @@ from gdn2.bench.profile import (
 )
 from gdn2.bench.profile_report import MOST, render
 from gdn2.bench.timing import describe_machine
-from gdn2.bench.training import Shape
+from gdn2.bench.trainers import Shape
 from gdn2.cli import app
 
 

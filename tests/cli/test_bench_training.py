@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 from gdn2 import __version__
 from gdn2.bench import (
     timing,
+    trainers,
     training,
     training_cold,
     training_paper,
     training_report,
 )
 from gdn2.bench.timing import Timing, describe_machine
-from gdn2.bench.training import Plan, Result, Row, Shape, build_own
+from gdn2.bench.trainers import Plan, Shape, Trainer, build_own, random_batch, variants
+from gdn2.bench.training import Result, Row
 from gdn2.cli import app
 from gdn2.layers.config import AttentionConfig, DeltaConfig
 from gdn2.layers.delta import DeltaMixer
@@ -72,7 +74,8 @@ def rendered(result: Result) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any name is a preset, of the small model."""
-    monkeypatch.setattr(training, "find_preset", lambda name: SMALL)
+    for module in (training, trainers):
+        monkeypatch.setattr(module, "find_preset", lambda name: SMALL)
 
 
 def test_rows_hold_what_was_measured(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_rows_hold_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_step_trains_the_model() -> None:
     """The first loss is that of the first weights on the batch, and the steps learn it by heart."""
-    batch = training.random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
+    batch = random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
     assert torch.equal(batch.ids[:, 1:], batch.targets[:, :-1])
     with torch.no_grad():
         logits = LanguageModel(SMALL, seed=0)(batch.ids).logits
@@ -133,7 +136,7 @@ def test_factors_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         built.append(build_own(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(training, "build_own", build)
+    monkeypatch.setattr(trainers, "build_own", build)
     results = [training.run(tiny_plan(recompute=recompute)) for recompute in (True, False)]
     for model, recompute in zip(built, (True, False), strict=True):
         assert {m.recompute for m in model.mixers if isinstance(m, DeltaMixer)} == {recompute}
@@ -144,21 +147,21 @@ def test_factors_may_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_what_is_held_and_what_a_step_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, world = tiny_plan(), World(0, 1, CPU, None)
-    contest = training.Contest("gdn2-1m", plan, training.variants("gdn2-1m", plan, world)[0], world)
-    contest.trainers["gdn2 fp32"] = trainer = training.Trainer(LanguageModel(SMALL), contest.world)
+    contest = training.Contest("gdn2-1m", plan, variants("gdn2-1m", plan, world)[0])
+    contest.trainers["gdn2 fp32"] = trainer = Trainer(LanguageModel(SMALL), world)
     trainer.held_bytes = 100
     took = Timing(1.0, 1.0, 1.0, 5, peak_bytes=11)
     assert contest._row(Shape(1, 4), "gdn2 fp32", took, 1.0, 2.0).peak_bytes == 111
     for now in ([7, 30], [30, 90]):  # counted when a variant is built, not at its later shapes
         monkeypatch.setattr(training, "_allocated", lambda device, now=now: now.pop(0))
-        contest.build["new"] = lambda: LanguageModel(SMALL)
-        contest._first_step("new", training.random_batch(Shape(1, 4), SMALL.vocab_size, CPU))
+        contest.build["new"] = lambda: Trainer(LanguageModel(SMALL), world)
+        contest._first_step("new", random_batch(Shape(1, 4), SMALL.vocab_size, CPU))
         assert contest.trainers["new"].held_bytes == 23
 
 
 def failing(failure: Callable[[], Exception], fails: Callable[[str], bool]) -> Any:
     """A `build_own` that fails for some dtypes, and counts what it has built."""
-    real, built = training.build_own, []
+    real, built = trainers.build_own, []
 
     def build(config: ModelConfig, plan: Plan, world: Any, weights: str) -> LanguageModel:
         built.append(weights)
@@ -175,7 +178,7 @@ def test_a_variant_that_fails_is_a_row_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build = failing(lambda: RuntimeError("no [kernel]\nfor this"), lambda name: name == "bf16")
-    monkeypatch.setattr(training, "build_own", build)
+    monkeypatch.setattr(trainers, "build_own", build)
     plan = replace(tiny_plan(Shape(1, 4), Shape(2, 3), names=NAMES), weights=("bf16", "fp32"))
     seen: list[Row] = []
     result = training.run(plan, seen.append)
@@ -218,7 +221,7 @@ def test_memory_that_runs_out_at_one_shape_leaves_the_next(monkeypatch: pytest.M
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
         return train_step(*arguments, **settings)
 
-    monkeypatch.setattr(training, "train_step", step)
+    monkeypatch.setattr(trainers, "train_step", step)
     large, little = training.run(tiny_plan(Shape(3, 7), Shape(2, 7))).rows
     assert large.failure == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
     assert little.failure is None
@@ -227,7 +230,7 @@ def test_memory_that_runs_out_at_one_shape_leaves_the_next(monkeypatch: pytest.M
 @pytest.mark.usefixtures("small")
 def test_a_step_that_moves_nothing_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = StepResult(float("nan"), 1.0)
-    monkeypatch.setattr(training, "train_step", lambda *args, **settings: nothing)
+    monkeypatch.setattr(trainers, "train_step", lambda *args, **settings: nothing)
     (row,) = training.run(tiny_plan()).rows
     assert row.failure == "ValueError: loss nan, gradient norm 1.0"
 

@@ -1,8 +1,9 @@
 """The benchmark's twin, built from a peer's parts, is our model; where there is none, a line says why."""
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention, silu
 
 from gdn2.bench import (
+    trainers,
     training,
     training_peer,
 )
-from gdn2.bench.training import Shape
+from gdn2.bench.trainers import RECIPE, Shape, Trainer, TwinTrainer, random_batch
 from gdn2.bench.training_peer import Parts, Twin, why_no_twin
 from gdn2.layers.config import AttentionConfig, DeltaConfig, Mamba2Config
 from gdn2.layers.delta import DeltaMixer
@@ -22,6 +24,7 @@ from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset
 from gdn2.ops.rotary import apply_rotary, rotary_table
+from gdn2.training.world import World
 from tests.cli.test_bench_training import (
     CPU,
     SMALL,
@@ -98,7 +101,7 @@ def test_the_twin_is_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = [weights.pop(f"blocks.{i}.mixer.{part}_proj.weight") for part in "qkv"]
         weights[f"blocks.{i}.mixer.qkv_proj.weight"] = torch.cat(parts)
     twin.load_state_dict(weights)
-    batch = training.random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
+    batch = random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
     with torch.no_grad():
         expected = own(batch.ids, targets=batch.targets).loss
         loss = twin(batch.ids, layout=Layout.dense(2, 13), targets=batch.targets).loss
@@ -106,14 +109,16 @@ def test_the_twin_is_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in own.parameters())
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+    """In place of FlexAttention, which has no gradients on a CPU."""
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 @pytest.mark.usefixtures("small")
 def test_the_twin_takes_turns_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
     monkeypatch.setattr(training_peer, "_flex", lambda: attend)
     monkeypatch.setattr(training_peer, "EXACT", ("decay_log_rate", "decay_bias"))
-    monkeypatch.setattr(training, "find_parts", lambda device: FAKES)
+    monkeypatch.setattr(trainers, "find_parts", lambda device: FAKES)
     twin = training_peer.build_twin(SMALL, FAKES, CPU, seed=0)
     dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
     assert dtypes["blocks.0.mixer.inner.decay_bias"] == torch.float32
@@ -127,6 +132,27 @@ def test_the_twin_takes_turns_with_ours(monkeypatch: pytest.MonkeyPatch) -> None
     ours, theirs = (row.tokens_per_second or 0.0 for row in result.rows[:2])
     assert f"{ours / theirs:.2f}×" in printed
     assert "vs fla" in printed
+
+
+def test_a_step_of_the_twin_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the weights as a step of ours does, clipped."""
+    monkeypatch.setattr(training_peer, "_flex", lambda: attend)
+    monkeypatch.setattr(trainers, "RECIPE", replace(RECIPE, lr=0.01, clip=0.1))
+    twin = Twin(SMALL, FAKES)
+    other = deepcopy(twin)
+    batch = random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
+    stepped = TwinTrainer(twin)
+    ours = Trainer(cast(LanguageModel, other), World(0, 1, CPU, None))
+    losses = [(stepped.step(batch), ours.step(batch)) for _ in range(3)]
+    for found, expected in losses:
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert losses[2][0] < losses[0][0]
+    for (name, x), y in zip(twin.named_parameters(), other.parameters(), strict=True):
+        assert_close(name, x, y, 1e-6)
+    with torch.no_grad():
+        twin.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="loss nan, gradient norm nan"):
+        stepped.step(batch)
 
 
 def test_which_models_have_a_twin() -> None:
@@ -158,8 +184,8 @@ def test_a_missing_peer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_preset_without_a_twin_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "find_parts", lambda device: FAKES)
-    monkeypatch.setattr(training, "why_no_twin", lambda config: "it is small")
+    monkeypatch.setattr(trainers, "find_parts", lambda device: FAKES)
+    monkeypatch.setattr(trainers, "why_no_twin", lambda config: "it is small")
     result = training.run(tiny_plan(peers=True))
     assert result.notes == ("no peer of tiny-a: it is small",)
     assert [row.variant for row in result.rows] == ["gdn2 fp32"]
