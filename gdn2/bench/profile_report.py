@@ -7,6 +7,7 @@ from rich.table import Table
 from gdn2.bench.profile import UNITS, Profile
 
 MOST = 40  # kernels that are listed
+WIDEST = 56  # characters of a kernel's name, so that a row fits into a log
 
 
 def render(found: Profile, console: Console) -> None:
@@ -20,7 +21,9 @@ def render(found: Profile, console: Console) -> None:
     total = found.busy_seconds + found.idle_seconds
     for kernel in found.kernels[:MOST]:
         each = f"{kernel.seconds / kernel.calls * 1e6:,.1f}"
-        table.add_row(*_time(kernel.seconds, total), f"{kernel.calls:,.1f}", each, kernel.name)
+        table.add_row(
+            *_time(kernel.seconds, total), f"{kernel.calls:,.1f}", each, shortened(kernel.name)
+        )
     others = found.kernels[MOST:]
     if others:
         seconds, calls = (sum(getattr(k, n) for k in others) for n in ("seconds", "calls"))
@@ -30,6 +33,11 @@ def render(found: Profile, console: Console) -> None:
     console.print(table)
     for values, unit in zip(zip(*found.samples, strict=True), UNITS, strict=False):
         console.print(f"{min(values):.0f} to {max(values):.0f} {unit} while steps were timed")
+
+
+def shortened(name: str) -> str:
+    """A name without its end where it is too long."""
+    return name if len(name) <= WIDEST else f"{name[: WIDEST - 1]}…"
 
 
 def _time(seconds: float, total: float) -> tuple[str, str]:

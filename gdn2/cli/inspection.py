@@ -102,3 +102,55 @@ def profile(
         render(one, console())
         found.append(one.as_json())
     write(json_file, {"profiles": found})
+
+
+@bench.command()
+def products(
+    preset: Presets = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="BxT: batch and length of a step; by default 4x4096. Repeatable."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="To spend on each way, twice.")] = 0.2,
+    device: Device = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Leave all products to torch again, and time nothing.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Choose how this GPU multiplies what a training step with bf16 weights multiplies.
+
+    The GPU's library knows several ways for each product; the fastest of them is kept for later training on this
+    machine, where it is faster than torch's. Results may differ from torch's in their last bits.
+    """
+    from gdn2.bench.products import choices, met_in_a_step, render, require_gpu
+    from gdn2.bench.timing import find_device
+    from gdn2.bench.training import read_plan
+    from gdn2.ops import products as kept
+
+    where = find_device(device)
+    require_gpu(where)
+    if forget:
+        typer.echo(f"nothing is chosen any more: {kept.forget(where)}")
+        return
+    plan = read_plan(
+        presets=preset,
+        shapes=shape or ["4x4096"],
+        weights="bf16",
+        device=device,
+        compile=None,
+        peers=False,
+        steps=1,
+    )
+    records = []
+    for name, size in ((name, size) for name in plan.presets for size in plan.shapes):
+        met = met_in_a_step(plan, name, size)
+        found = []
+        for choice in choices(met, where, seconds):
+            found.append(choice)
+            typer.echo(f"{name}, {size}: {len(found)} of {len(met)} products", err=True)
+        render(found, console())
+        file = kept.choose(where, {c.problem: c.way for c in found if c.way is not None})
+        typer.echo(f"chosen in {file}")
+        records += [choice.as_json() for choice in found]
+    write(json_file, {"choices": records})

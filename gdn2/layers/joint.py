@@ -18,6 +18,7 @@ from gdn2.layers.bare import is_bare
 from gdn2.ops.linear import linear
 from gdn2.ops.maps import maps as together
 from gdn2.ops.maps import side_by_side
+from gdn2.ops.products import is_chosen
 
 
 def joint(x: Tensor, *maps: nn.Linear, laid: bool = False, kept: bool = False) -> Sequence[Tensor]:
@@ -47,6 +48,8 @@ def single(map_: nn.Module, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and is_bare(map_, nn.Linear):
         assert isinstance(map_, nn.Linear)
         return linear(x, map_.weight, map_.bias)
+    if is_chosen(x.device) and isinstance(map_, nn.Linear) and multiplies(map_, x):
+        return together(x, [map_.weight])[0]
     return map_(x)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from gdn2.ops.arguments import exact_products
+from gdn2.ops.products import linear, product, rows_of
 
 
 def maps(
@@ -38,7 +38,7 @@ class _Maps(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if one_output:
             return joint_product(x, [*weights]).split([len(weight) for weight in weights], -1)
-        return tuple(F.linear(x, weight) for weight in weights)
+        return tuple(linear(x, weight) for weight in weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -63,17 +63,12 @@ class _Maps(torch.autograd.Function):
             total: Tensor = input_gradient([dy for dy, _ in used], [weight for _, weight in used])
             dx = total.view(ctx.shape)
         if joined is not None:
-            return None, None, dx, *(joined.t() @ rows_of(x)).split(widths)
+            return None, None, dx, *product(joined.t(), rows_of(x)).split(widths)
         d_weights = [
-            dy.t() @ rows_of(x) if needed and dy is not None else None
+            product(dy.t(), rows_of(x)) if needed and dy is not None else None
             for dy, needed in zip(d_rows, needs_weight, strict=True)
         ]
         return None, None, dx, *d_weights
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[rows, width] of [..., width]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 # An operator of its own, since a compiler would take the sum apart. It takes any layout: unless told so, the compiler
@@ -84,7 +79,7 @@ def input_gradient(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
     joined, block = side_by_side(dys, 1), side_by_side(weights, 0)
     if joined is not None and block is not None:
         with exact_products(joined.device):
-            return torch.mm(joined, block)
+            return product(joined, block)
     # Narrow maps first: the sum is rounded with each product, and less of it while it is small.
     (dy, weight), *more = sorted(zip(dys, weights, strict=True), key=lambda pair: len(pair[1]))
     with exact_products(dy.device):  # autocast may be on where the backward is called
@@ -105,7 +100,7 @@ def joint_product(x: Tensor, weights: list[Tensor]) -> Tensor:
     block = side_by_side(weights, 0)
     with exact_products(x.device):
         if block is not None:
-            return F.linear(x, block)
+            return linear(x, block)
         widths = [len(weight) for weight in weights]
         y = x.new_empty(*x.shape[:-1], sum(widths))
         for part, weight in zip(rows_of(y).split(widths, 1), weights, strict=True):

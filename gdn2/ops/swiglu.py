@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from gdn2.ops.backends import why_not
-from gdn2.ops.maps import rows_of
+from gdn2.ops.products import linear, product, rows_of
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -42,11 +42,12 @@ class _SwigluLinear(torch.autograd.Function):
         needs_gate, needs_up, needs_weight = ctx.needs_input_grad
         d_gate = d_up = None
         if needs_gate or needs_up:
-            both, h = swiglu_backward(gate, up, dy @ weight, needs_weight)
+            dh = product(rows_of(dy), weight).view(gate.shape)
+            both, h = swiglu_backward(gate, up, dh, needs_weight)
             d_gate, d_up = both.chunk(2, -1)
         else:
             h = swiglu(gate, up)
-        d_weight = rows_of(dy).T @ rows_of(h) if needs_weight else None
+        d_weight = product(rows_of(dy).T, rows_of(h)) if needs_weight else None
         return d_gate, d_up, d_weight
 
 

@@ -23,7 +23,7 @@ _known: dict[torch.device, Verdict] = {}
 
 def distrusted(device: torch.device) -> Verdict:
     """Kernels not to be used on a device, with what the doctor found; its file is read once in a process."""
-    device = _indexed(device)
+    device = indexed(device)
     if device not in _known:
         _known[device] = _read(verdict_file()).get(identity(device), {})
     return _known[device]
@@ -36,12 +36,12 @@ def trusted(kernel: str, device: torch.device) -> bool:
 
 def presume_innocent(device: torch.device) -> None:
     """Trust all kernels in this process, so that they can be checked anew."""
-    _known[_indexed(device)] = {}
+    _known[indexed(device)] = {}
 
 
 def record(device: torch.device, verdict: Verdict) -> Path | None:
     """Remember what was found on a device, here and in later processes; returns the file, if it can be written."""
-    _known[_indexed(device)] = verdict
+    _known[indexed(device)] = verdict
     file = verdict_file()
     known = {**_read(file), identity(device): verdict}
     try:
@@ -75,7 +75,7 @@ def identity(device: torch.device) -> str:
     )
 
 
-def _indexed(device: torch.device) -> torch.device:
+def indexed(device: torch.device) -> torch.device:
     """A device by its number: "cuda" is the current one."""
     if device.type != "cuda" or device.index is not None:
         return device

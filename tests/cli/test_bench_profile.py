@@ -81,15 +81,18 @@ def test_a_gpu_is_asked_while_steps_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_table_lists_the_longest_and_sums_the_others() -> None:
     kernels = [Kernel(f"kernel {i}", 2, 1e-3) for i in range(MOST + 3)]
+    kernels[0] = Kernel("a name of many words " * 10, 2, 1e-3)
     samples = (Sample(1500, 690, 64), Sample(1600, 695, 65))
     found = Profile(
         *("tiny", Shape(2, 512), "gdn2 bf16", 0.1, 0.043, 0.007, tuple(kernels), samples),
         describe_machine(),
     )
-    console = Console(file=StringIO(), width=120)
+    console = Console(file=StringIO(), width=100)
     render(found, console)
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     assert "100.0 ms a step, 10,240 tokens/s" in text
+    assert all("1.00" in line for line in text.splitlines() if "500.0" in line)
+    assert text.count("500.0") == MOST
     assert f"kernel {MOST - 1}" in text and f"kernel {MOST}" not in text
     lines = [line.split() for line in text.splitlines()]
     assert ["3.00", "6.0%", "6.0", "3", "others"] in lines

@@ -43,7 +43,7 @@ def packed(case: Case) -> Operands:
 
 def distrust(monkeypatch: pytest.MonkeyPatch, *kernels: str) -> None:
     verdict = dict.fromkeys(kernels, "for the test")
-    monkeypatch.setitem(trust._known, trust._indexed(torch.device("cuda")), verdict)
+    monkeypatch.setitem(trust._known, trust.indexed(torch.device("cuda")), verdict)
 
 
 @pytest.mark.parametrize("name", CASES)

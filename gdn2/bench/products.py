@@ -1,0 +1,170 @@
+"""`gdn2 bench products`: the ways in which a GPU's library can multiply what a training step multiplies.
+
+Each way runs for a while, so that a GPU at the limit of its power comes to the clocks that the way leaves it: then the
+fastest is the one that takes the least energy.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from gdn2.bench.timing import synchronize
+from gdn2.bench.trainers import Plan, Shape, own_trainer, random_batch
+from gdn2.models.presets import preset as find_preset
+from gdn2.ops.cuda.build import CudaError
+from gdn2.ops.cuda.multiply import Problem, Way, multiplier
+from gdn2.ops.products import counting
+from gdn2.ops.selfcheck import relative_error
+from gdn2.training.world import World
+
+LEAST_FLOPS = 1e10  # of a product; smaller ones take a few microseconds
+WORTH = 0.995  # a way that takes a larger part of torch's time is not worth a choice
+ROUNDING = 1e-2  # of bf16 results that were summed up in different orders, and far from wrong ones
+
+
+class Choice(NamedTuple):
+    """One problem: how often a step meets it, and what it takes."""
+
+    problem: Problem
+    calls: int
+    usual_seconds: float  # by torch
+    best_seconds: float  # by the way, or by torch
+    way: Way | None  # None where torch's is the best
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        named = {"problem": self.problem._asdict(), "way": self.way and self.way._asdict()}
+        return self._asdict() | named
+
+
+def require_gpu(device: torch.device) -> None:
+    """Refuse a device without the library."""
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device.type}, expected cuda, whose library is asked")
+
+
+def met_in_a_step(plan: Plan, name: str, shape: Shape) -> Counter[Problem]:
+    """How often a training step meets each problem."""
+    world, config = World(0, 1, plan.device, None), find_preset(name)
+    batch = random_batch(shape, config.vocab_size, plan.device)
+    torch.compiler.reset()
+    try:
+        with counting() as met:
+            trainer = own_trainer(config, plan, world, plan.weights[0])
+            trainer.step(batch)  # compiles, and may call what it never calls again
+            met.clear()
+            trainer.step(batch)
+            found = met.copy()
+        del trainer
+    finally:
+        world.close()
+        torch.compiler.reset()
+    gc.collect()
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Counter({p: n for p, n in found.items() if flops(p) >= LEAST_FLOPS})
+
+
+def choices(met: Counter[Problem], device: torch.device, seconds: float) -> Iterator[Choice]:
+    """The best way for each problem, those that take a step the longest first."""
+    for problem in sorted(met, key=lambda p: -met[p] * flops(p)):
+        yield best_way(problem, met[problem], device, seconds)
+
+
+def best_way(problem: Problem, calls: int, device: torch.device, seconds: float) -> Choice:
+    """Time all ways twice, the second time in the opposite order."""
+    a, b = draw(problem, device)
+    out = a.new_empty(problem.rows, problem.columns)
+    usual: Callable[[], object] = partial(torch.mm, a, b, out=out)
+    usual()
+    right, multiply = out.clone(), multiplier(problem, device)
+    runs: dict[Way | None, Callable[[], object]] = {None: usual}
+    for way in dict.fromkeys(multiply.ways()):
+        run = partial(multiply, a, b, out, way)
+        if is_right(run, out, right):
+            runs[way] = run
+    took = dict.fromkeys(runs, 0.0)
+    for order in ([*runs], [*runs][::-1]):
+        for key in order:
+            took[key] += sustained(runs[key], device, seconds) / 2
+    fastest = min(took, key=lambda way: took[way])
+    best = fastest if took[fastest] < WORTH * took[None] else None
+    return Choice(problem, calls, took[None], took[best], best)
+
+
+def is_right(run: Callable[[], object], out: Tensor, right: Tensor) -> bool:
+    """Whether a way works, and gives what torch's gives, up to rounding."""
+    out.zero_()
+    try:
+        run()
+    except CudaError:
+        return False
+    return relative_error(out, right) < ROUNDING
+
+
+def sustained(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds a call, when calls have gone on for half of the time."""
+    once = _timed(run, 2, device) / 2
+    calls = max(2, int(seconds / once / 2))
+    _timed(run, calls, device)
+    return _timed(run, calls, device) / calls
+
+
+def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(torch.cuda.current_stream(device))
+    for _ in range(calls):
+        run()
+    end.record(torch.cuda.current_stream(device))
+    synchronize(device)
+    return start.elapsed_time(end) / 1e3
+
+
+def draw(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Operands that lie as the problem says."""
+    rand = torch.Generator(device).manual_seed(0)
+
+    def matrix(rows: int, columns: int, turned: bool, stride: int) -> Tensor:
+        shape = (columns if turned else rows, stride)
+        x = torch.randn(shape, generator=rand, device=device).bfloat16()
+        return x[:, :rows].t() if turned else x[:, :columns]
+
+    p = problem
+    a = matrix(p.rows, p.inner, p.a_turned, p.a_stride)
+    return a, matrix(p.inner, p.columns, p.b_turned, p.b_stride)
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications and additions."""
+    return 2 * problem.rows * problem.columns * problem.inner
+
+
+def render(found: Sequence[Choice], console: Console) -> None:
+    """Print a table, and what a step gains."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("product")
+    for name in ("calls", "µs by torch", "TFLOP/s", "µs chosen", "gain"):
+        table.add_column(name, justify="right")
+    for choice in found:
+        p, usual, best = choice.problem, choice.usual_seconds, choice.best_seconds
+        turned = "".join("ᵀ" if t else " " for t in (p.a_turned, p.b_turned))
+        table.add_row(
+            f"{p.rows} × {p.inner} × {p.columns} {turned}".rstrip(),
+            f"{choice.calls}",
+            f"{usual * 1e6:,.1f}",
+            f"{flops(p) / usual / 1e12:,.0f}",
+            "–" if choice.way is None else f"{best * 1e6:,.1f}",
+            "–" if choice.way is None else f"{1 - best / usual:.1%}",
+        )
+    console.print(table)
+    usual = sum(choice.calls * choice.usual_seconds for choice in found)
+    best = sum(choice.calls * choice.best_seconds for choice in found)
+    console.print(f"of a step: {usual * 1e3:.1f} ms by torch, {best * 1e3:.1f} ms as chosen")

@@ -1,0 +1,103 @@
+"""Which way a product takes is found by time, among those that are right."""
+
+from collections import Counter
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from gdn2.bench import products as bench
+from gdn2.bench.trainers import Plan, Shape
+from gdn2.cli import app
+from gdn2.ops.cuda.build import CudaError
+from gdn2.ops.cuda.multiply import Problem, Way, problem_of
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(6, 3, 4, True, False, 8, 5)
+WAYS = {name: Way(name, 0) for name in ("slow", "fast", "wrong", "broken")}
+SECONDS = {"slow": 3.0, "fast": 1.0, "wrong": 0.1, "broken": 0.1, None: 2.0}
+
+
+class Fake:
+    """In place of the library."""
+
+    def ways(self) -> list[Way]:
+        return [*WAYS.values(), WAYS["slow"]]
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, way: Way) -> None:
+        if way.algorithm == "broken":
+            raise CudaError("cublasLtMatmul: got status 15, expected 0")
+        out.copy_(a @ b * (1.1 if way.algorithm == "wrong" else 1))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Times that stand for the ways, and the order in which they were asked for."""
+    asked: list[str | None] = []
+
+    def sustained(run: Any, device: torch.device, seconds: float) -> float:
+        name = run.args[-1].algorithm if run.func is not torch.mm else None
+        asked.append(name)
+        return SECONDS[name]
+
+    monkeypatch.setattr(bench, "multiplier", lambda problem, device: Fake())
+    monkeypatch.setattr(bench, "sustained", sustained)
+    return asked
+
+
+def test_the_fastest_that_is_right(timed: list[str | None]) -> None:
+    found = bench.best_way(PROBLEM, 7, CPU, 0.1)
+    assert found == bench.Choice(PROBLEM, 7, 2.0, 1.0, WAYS["fast"])
+    assert timed == [None, "slow", "fast", "fast", "slow", None]
+    assert found.as_json()["way"] == {"algorithm": "fast", "workspace": 0}
+
+
+def test_torch_is_kept_where_nothing_is_gained(
+    timed: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SECONDS, "fast", 1.999)
+    found = bench.best_way(PROBLEM, 7, CPU, 0.1)
+    assert (found.way, found.best_seconds, found.as_json()["way"]) == (None, 2.0, None)
+
+
+@pytest.mark.parametrize("a_turned", [False, True])
+@pytest.mark.parametrize("b_turned", [False, True])
+def test_operands_lie_as_in_the_step(a_turned: bool, b_turned: bool) -> None:
+    problem = Problem(6, 3, 4, a_turned, b_turned, 8, 5)
+    assert problem_of(*bench.draw(problem, CPU)) == problem
+
+
+def test_products_of_a_step_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU in fp32 there are none that the library takes, in bf16 those of the MLP and more."""
+    plan = Plan(("gdn2-1m-hybrid",), (Shape(1, 16),), ("bf16",), CPU, compile=False)
+    assert not bench.met_in_a_step(plan, "gdn2-1m-hybrid", Shape(1, 16))  # all are small
+    monkeypatch.setattr(bench, "LEAST_FLOPS", 0)
+    met = bench.met_in_a_step(plan, "gdn2-1m-hybrid", Shape(1, 16))
+    assert met and all(problem.rows * problem.inner for problem in met)
+
+
+def test_longest_first_and_a_table(timed: list[str | None]) -> None:
+    small, large = Problem(2, 2, 2, False, True, 2, 2), PROBLEM
+    found = [*bench.choices(Counter({small: 1, large: 5}), CPU, 0.1)]
+    assert [choice.problem for choice in found] == [large, small]
+    kept = found[1]._replace(way=None, best_seconds=2.0)
+    console = Console(file=StringIO(), width=100)
+    bench.render([found[0], kept], console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    first, second = (line for line in lines if " × " in line)
+    assert "6 × 4 × 3 ᵀ" in first and "50.0%" in first and "1,000,000.0" in first
+    assert second.split()[-2:] == ["–", "–"]
+    assert "of a step: 12000.0 ms by torch, 7000.0 ms as chosen" in lines
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    invoke: Callable[..., Any] = CliRunner().invoke
+    done = invoke(app, ["bench", "products", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert done.output == "error: device: got cpu, expected cuda, whose library is asked\n"
