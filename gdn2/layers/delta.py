@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gdn2.layers.bare import is_bare
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.convolution import ShortConvolution
 from gdn2.layers.initialisation import fill
-from gdn2.layers.joint import joint, single
+from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
 from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
 from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
+from gdn2.ops.entry import kernels_enter, mixer_inputs
 from gdn2.ops.family import Pattern, gated_delta_net_2, kda
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.log_decay import log_decay
@@ -91,12 +93,16 @@ class DeltaMixer(nn.Module):
         self, x: Tensor, state: DeltaState | None, layout: Layout, inplace: bool = False
     ) -> tuple[Tensor, DeltaState | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
-        entries = self._entries
-        made = dict(zip(entries, joint(x, *entries.values(), laid=self.laid), strict=True))
-        if state is not None and inplace and layout.is_step and self._fused(x, state):
-            pattern, past = self._step_pattern(made, state), state[1:]
+        past: tuple[Tensor, ...] = ()
+        if state is None and self._enters_at_once(x):
+            pattern, made = self._training_pattern(x, layout)
         else:
-            pattern, past = self._pattern(made, state, layout, inplace)
+            entries = self._entries
+            made = dict(zip(entries, joint(x, *entries.values(), laid=self.laid), strict=True))
+            if state is not None and inplace and layout.is_step and self._fused(x, state):
+                pattern, past = self._step_pattern(made, state), state[1:]
+            else:
+                pattern, past = self._pattern(made, state, layout, inplace)
         memory = None if state is None else state.memory
         o, memory = run_rule(pattern, memory, layout, inplace, self.recompute)
         y = single(self.out_proj, self._gated(o, made).flatten(-2))
@@ -147,6 +153,33 @@ class DeltaMixer(nn.Module):
         b = b.mean(-1, keepdim=True) if c.erase_gate == "mean" else b
         w = w.mean(-1, keepdim=True) if c.write_gate == "mean" else w
         return gated_delta_net_2(q, k, v, g, b, w), past
+
+    def _enters_at_once(self, x: Tensor) -> bool:
+        """Whether all gradients of what is made of x can be made side by side."""
+        c, convolutions = self.config, (self.q_conv, self.k_conv, self.v_conv)
+        gated = c.gates == "separate" and c.erase_gate == c.write_gate == "channel"
+        if not (gated and self.laid and have_one_gradient(x, self.joint_maps)):
+            return False
+        taps = [convolution.weight for convolution in convolutions]
+        bare = all(is_bare(convolution, ShortConvolution) for convolution in convolutions)
+        alike = bare and all(w.dtype == x.dtype and w.requires_grad for w in taps)
+        return alike and kernels_enter(x, taps, c.key_head_dim)
+
+    def _training_pattern(self, x: Tensor, layout: Layout) -> tuple[Pattern, dict[str, Tensor]]:
+        """As `_pattern`, without states, and what further maps made."""
+        entries = self._entries
+        q, k, v, b, w, *others = mixer_inputs(
+            x,
+            [map_.weight for map_ in entries.values()],
+            [self.q_conv.weight, self.k_conv.weight, self.v_conv.weight],
+            l2_width=self.config.key_head_dim,
+            erase_range=float(self.config.erase_range),
+            cu_seqlens=layout.cu_seqlens,
+        )
+        made = dict(zip([*entries][-len(others) :], others, strict=True)) if others else {}
+        q, k, b = (self._key_heads(z) for z in (q, k, b))
+        v, w = self._value_heads(v), self._value_heads(w)
+        return gated_delta_net_2(q, k, v, self._log_decay(made, q), b, w), made
 
     def _fused(self, x: Tensor, state: DeltaState) -> bool:
         """Whether one kernel can make the operands of a step."""

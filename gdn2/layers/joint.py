@@ -43,6 +43,13 @@ def joint(x: Tensor, *maps: nn.Linear, laid: bool = False, kept: bool = False) -
     return tuple(map_(x) for map_ in maps)
 
 
+def have_one_gradient(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
+    """Whether all gradients of maps that only multiply are needed, and those of x better added by products."""
+    if not torch.is_grad_enabled() or not _adds_gradients(x) or not _are_alike(x, maps):
+        return False
+    return x.requires_grad and all(map_.weight.requires_grad for map_ in maps)
+
+
 def single(map_: nn.Module, x: Tensor) -> Tensor:
     """What a map makes of x; one with hooks or of another class, as an adapter, is called."""
     if not torch.is_grad_enabled() and is_bare(map_, nn.Linear):

@@ -119,7 +119,7 @@ def test_a_write_gate_may_be_wide() -> None:
     assert state is not None and torch.equal(state, narrow.state)
 
 
-LONG = replace(USUAL, B=1, T=64 * 131 - 7)
+LONG = replace(USUAL, B=1, T=64 * 259 - 7)
 
 
 def is_overlapped(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, dict[str, Tensor]]:
@@ -154,7 +154,7 @@ def test_a_long_sequence_is_scanned_while_chunks_compute(
     assert all(torch.equal(x, apart[name]) for name, x in ours.items())
 
 
-@pytest.mark.parametrize("change", [{"B": 2}, {"T": 64 * 127}, {"lengths": (4096, 4281)}], ids=str)
+@pytest.mark.parametrize("change", [{"B": 2}, {"T": 64 * 255}, {"lengths": (8192, 8377)}], ids=str)
 def test_other_sequences_are_scanned_afterwards(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

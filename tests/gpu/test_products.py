@@ -7,7 +7,7 @@ import torch
 
 from gdn2.bench.products import best_way, draw
 from gdn2.ops import products
-from gdn2.ops.cuda.multiply import Problem, Way, multiplier, problem_of
+from gdn2.ops.cuda.multiply import Problem, multiplier, problem_of
 from tests.closeness import relative_error
 from tests.gpu.test_kernels import COMPILED
 
@@ -42,7 +42,7 @@ def test_every_way_is_the_product(problem: Problem) -> None:
 
 
 def test_a_choice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the operator, in a graph too; a way of another library is said and left."""
+    """By the operator, in a graph too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_known", {})
     problem = PROBLEMS[1]
@@ -61,8 +61,5 @@ def test_a_choice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         captured = products.product(a, b)
     graph.replay()
     assert torch.equal(captured, expected)
-    products.choose(DEVICE, {problem: Way("ff" * 64, 0)})
-    with pytest.warns(UserWarning, match="leaves products to torch"):
-        assert torch.equal(products.product(a, b), a @ b)
     products.forget(DEVICE)
     assert not products.is_chosen(DEVICE)

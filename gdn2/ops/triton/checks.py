@@ -44,6 +44,7 @@ from gdn2.ops.triton.companions import (
     check_conv,
     check_cross_entropy,
     check_delta_inputs,
+    check_gates,
     check_log_decay,
     check_matvec,
     check_norm,
@@ -337,6 +338,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "adamw": check_adamw,
     "ranks": check_ranks,
     "table": check_table,
+    "gates": check_gates,
     plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.conv_op import convolve, convolve_step
@@ -15,11 +15,12 @@ from gdn2.ops.norm_op import add_normalize_backward, normalize
 from gdn2.ops.ranks import MOST_RANKS, rank_reads, ranks_by_kernel
 from gdn2.ops.reference import token_loop
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
-from gdn2.ops.triton import norm, window
+from gdn2.ops.triton import gates, norm, window
 from gdn2.ops.triton.adamw import BLOCK as ADAMW_BLOCK
 from gdn2.ops.triton.adamw import adamw
 from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
 from gdn2.ops.triton.delta_inputs import delta_inputs
+from gdn2.ops.triton.gates import BLOCK as GATES_BLOCK
 from gdn2.ops.triton.matvec import matvec
 from gdn2.ops.triton.step import TILES, step
 from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
@@ -277,6 +278,30 @@ def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
         pairs = compare(kernel, twin, draw(shapes, dtype), ("o",), device)
         found |= {f"{name}, {ranks} ranks": pair for name, pair in pairs.items()}
     return found
+
+
+def check_gates(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Both gates of their logits, and the gradients of these, in rows of another tensor."""
+    rows, erase, write, most = 5, GATES_BLOCK + 3, 70, 2.0
+    shapes: dict[str, tuple[int, ...]] = {
+        "erase": (rows, erase),
+        "write": (rows, write),
+        "db": (rows, erase),
+        "dw": (rows, write),
+    }
+    x = draw(shapes, dtype)
+    on_gpu = {name: t.to(device) for name, t in x.items()}
+    b, w = gates.forward(on_gpu["erase"], on_gpu["write"], most)
+    to = torch.zeros(rows, erase + write + 8, dtype=dtype, device=device)
+    gates.backward(on_gpu["db"], b, on_gpu["dw"], w, most, to[:, 4:-4])
+    slopes = [t.double().sigmoid() for t in (x["erase"], x["write"])]
+    right = [x["db"].double() * most, x["dw"].double()]
+    right = [d * s * (1 - s) for d, s in zip(right, slopes, strict=True)]
+    return {
+        "b": (b, most * slopes[0]),
+        "w": (w, slopes[1]),
+        "gradients": (to, pad(torch.cat(right, 1), (4, 4))),
+    }
 
 
 def check_table(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -211,7 +211,7 @@ def convolve_kernel(
 @triton.jit(do_not_specialize=["length", "count", "steps"])
 def convolve_gradient_kernel(
     dy_ptr, d_final_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, cu_ptr, dx_ptr, partial_ptr,
-    length, count, steps, batch_stride, token_stride, eps,
+    length, count, steps, batch_stride, token_stride, dx_stride, eps,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, SILU: tl.constexpr, L2: tl.constexpr, ACC: tl.constexpr,
@@ -238,9 +238,9 @@ def convolve_gradient_kernel(
 
     at = row_offsets(cu_ptr, start + place, sequence, start, batch_stride, token_stride)
     x_ptr += at[:, None] + channels[None, :]
-    packed = (start + place).to(tl.int64)[:, None] * CHANNELS + channels[None, :]
-    dy_ptr += packed
-    dx_ptr += packed
+    first = (start + place).to(tl.int64)[:, None]
+    dy_ptr += first * CHANNELS + channels[None, :]
+    dx_ptr += first * dx_stride + channels[None, :]
     state = sequence.to(tl.int64)[:, None] * (CHANNELS * PAST) + channels[None, :] * PAST
     if state_ptr is not None:
         state_ptr += state
@@ -285,7 +285,7 @@ def convolve_gradient_kernel(
                 slot = token - left + PAST  # where the last tokens lie in the final state
                 last = (token < left) & (slot >= 0)
                 dx += tl.load(d_final_ptr + slot, mask=last, other=0.0).to(ACC)
-            tl.store(dx_ptr + token * CHANNELS, dx.to(dx_ptr.dtype.element_ty), mask=token < left)
+            tl.store(dx_ptr + token * dx_stride, dx.to(dx_ptr.dtype.element_ty), mask=token < left)
             inputs, grads = inputs[1:], grads[1:]
 
     partial_ptr += group.to(tl.int64) * ((TAPS + (bias_ptr is not None)) * CHANNELS) + channels

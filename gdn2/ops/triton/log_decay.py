@@ -66,20 +66,20 @@ def log_decay_gradient_kernel(
     channels = head * WIDTH + cols
     rate = tl.exp(tl.load(log_rate_ptr + head).to(ACC))
     bias = tl.load(bias_ptr + channels, mask=known, other=0.0).to(ACC)[None, :]
-    d_bias, d_rate = tl.zeros((COLS,), ACC), tl.zeros((COLS,), ACC)
+    d_bias, d_rate = tl.zeros((ROWS, COLS), ACC), tl.zeros((ROWS, COLS), ACC)
     for i_tile in range(tiles):
         rows = (tl.program_id(0) * tiles + i_tile) * ROWS + tl.arange(0, ROWS)
         inside = (rows < count)[:, None] & known[None, :]
         x = load_tile(x_ptr, rows, channels, inside, x_stride, ACC) + bias
         dg = -rate * load_tile(dg_ptr, rows, channels, inside, HEADS * WIDTH, ACC)
         dx = dg * tl.sigmoid(x)
-        d_bias += tl.sum(dx, 0)
-        d_rate += tl.sum(dg * softplus(x), 0)
+        d_bias += dx
+        d_rate += dg * softplus(x)
         place = dx_ptr + rows.to(tl.int64)[:, None] * (HEADS * WIDTH) + channels[None, :]
         tl.store(place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     partial_ptr += tl.program_id(0).to(tl.int64) * (2 * HEADS * WIDTH) + channels
-    tl.store(partial_ptr, d_bias, mask=known)
-    tl.store(partial_ptr + HEADS * WIDTH, d_rate, mask=known)
+    tl.store(partial_ptr, tl.sum(d_bias, 0), mask=known)
+    tl.store(partial_ptr + HEADS * WIDTH, tl.sum(d_rate, 0), mask=known)
 
 
 def sizes(x: Tensor, heads: int) -> dict[str, Any]:

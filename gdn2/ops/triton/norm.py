@@ -110,7 +110,7 @@ def rms_norm_gradient_kernel(
     """
     cols = tl.arange(0, COLS)
     known = cols < WIDTH
-    sums = tl.zeros((COLS,), ACC)
+    sums = tl.zeros((ROWS, COLS), ACC)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=known, other=0.0).to(ACC)[None, :]
     for i_tile in tl.range(tiles, num_stages=STAGES):
@@ -131,7 +131,7 @@ def rms_norm_gradient_kernel(
                 d_gain = dn * n
                 dn *= gain
         if weight_ptr is not None:
-            sums += tl.sum(dn * n, 0)
+            sums += dn * n
             dn *= weight
         dx = rstd * (dn - n * (tl.sum(dn * n, 1) / WIDTH)[:, None])
         if gate_ptr is not None:
@@ -145,7 +145,9 @@ def rms_norm_gradient_kernel(
             dx += passed
         store_tile(dx_ptr, dx, rows, cols, inside, WIDTH)
     if weight_ptr is not None:
-        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + cols, sums, mask=known)
+        tl.store(
+            partial_ptr + tl.program_id(0).to(tl.int64) * WIDTH + cols, tl.sum(sums, 0), mask=known
+        )
 
 
 def matrix(x: Tensor) -> Tensor:

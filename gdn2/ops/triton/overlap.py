@@ -19,14 +19,21 @@ from gdn2.ops.triton import scans, stages
 from gdn2.ops.triton.stages import Factors
 from gdn2.ops.triton.table import Table
 
-PIECES = 8
-LEAST = 16  # chunks of a piece: less would be over before the next has begun
+EDGES = (
+    0,
+    1,
+    3,
+    7,
+    16,
+)  # where pieces begin, in sixteenths: while one is scanned the next, twice as long, computes
+WHOLE = EDGES[-1]
+LEAST = 256  # chunks; less would be over before the host has started all pieces
 
 
 def takes(x: Operands, table: Table) -> bool:
     """Whether there is one dense sequence, long enough, and scanned by few programs."""
     chunks = table.start.numel()
-    if table.first.numel() != 2 or chunks < PIECES * LEAST or not in_blocks(x, table.size):
+    if table.first.numel() != 2 or chunks < LEAST or not in_blocks(x, table.size):
         return False
     programs = x.heads * scan.parts(x, scan.VALUES)
     is_dense = (chunks - 1) * table.size < x.k.shape[0] <= chunks * table.size
@@ -37,38 +44,41 @@ def forward(x: Operands, table: Table, state: Tensor) -> tuple[Tensor, Tensor, F
     """Output, final state and the factors."""
     chunks, device = table.start.numel(), x.k.device
     f = stages.new_factors(x, chunks, table.size)._replace(blocks=True)
-    o, states = torch.empty_like(x.v), [state, *(torch.empty_like(state) for _ in range(PIECES))]
-    edges = piece_edges(chunks)
-    places = edges_on(chunks, device)
-    main, side = torch.cuda.current_stream(device), side_stream(device)
-    for i, (first, last) in enumerate(edges):
-        piece = [t[first:last] for t in (table.start, table.length, *f.tensors())]
-        intra.compute(x, piece[0], piece[1], piece[2:], blocks=True, run=True)
-        side.wait_stream(main)
+    o, bounds = torch.empty_like(x.v), bounds_on(chunks, device)
+    scanned, states = [*scans.scanned(f), table.start, table.length], [state]
+    main, side, done = torch.cuda.current_stream(device), side_stream(device), torch.cuda.Event()
+    for i, (first, last) in enumerate(pieces(chunks)):
+        start, length, *factors = (t[first:last] for t in (*scanned[-2:], *f.tensors()))
+        intra.compute(x, start, length, factors, blocks=True, run=True)
+        done.record(main)
+        side.wait_event(done)
+        states.append(
+            torch.empty_like(state)
+        )  # none is given back while the second stream may use it
         with torch.cuda.stream(side):
-            given = [*scans.scanned(f), states[i], o, states[i + 1], table.start, table.length]
-            scan.forward(x, state.shape[0] * state.shape[1], [*given, places[i]], run=True)
+            given = [*scanned[:-2], states[i], o, states[i + 1], *scanned[-2:], bounds[i]]
+            scan.forward(x, state.shape[0] * state.shape[1], given, run=True)
     main.wait_stream(side)
     return o, states[-1], f
 
 
-def piece_edges(chunks: int) -> list[tuple[int, int]]:
+def pieces(chunks: int) -> list[tuple[int, int]]:
     """First chunk of each piece, and of the next."""
-    at = [i * chunks // PIECES for i in range(PIECES + 1)]
-    return [*pairwise(at)]
+    return [*pairwise(edge * chunks // WHOLE for edge in EDGES)]
 
 
-def edges_on(chunks: int, device: torch.device) -> Tensor:
-    """Those of all pieces [PIECES, 2] on a device."""
+def bounds_on(chunks: int, device: torch.device) -> Tensor:
+    """Those of all pieces [pieces, 2] on a device."""
     # one first made while a graph is captured would be filled only when the graph runs
-    make = _edges_on.__wrapped__ if torch.cuda.is_current_stream_capturing() else _edges_on
+    make = _bounds_on.__wrapped__ if torch.cuda.is_current_stream_capturing() else _bounds_on
     return make(chunks, device)
 
 
 @cache
-def _edges_on(chunks: int, device: torch.device) -> Tensor:
-    at = torch.arange(PIECES + 1, device=device) * chunks // PIECES
-    return torch.stack([at[:-1], at[1:]], 1)
+def _bounds_on(chunks: int, device: torch.device) -> Tensor:
+    # filled in, not copied: a graph would copy again from memory that is not there any more
+    rows = [[torch.full((), edge, device=device) for edge in piece] for piece in pieces(chunks)]
+    return torch.stack([torch.stack(row) for row in rows])
 
 
 @cache

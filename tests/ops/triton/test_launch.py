@@ -30,6 +30,7 @@ from gdn2.ops.triton import (
     conv_launch,
     cross_entropy,
     delta_inputs,
+    gates,
     launch,
     log_decay,
     matvec,
@@ -64,6 +65,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "adamw": (adamw, "adamw"),
     "ranks": (ranks, "rank_reads", "rank_reads_gradient"),
     "table": (table, "table"),
+    "gates": (gates, "gates", "gates_gradient"),
     "plain_gradient": (plain, "states", "plain_gradient"),
 }
 
