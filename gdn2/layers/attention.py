@@ -6,10 +6,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from gdn2.layers.config import AttentionConfig
 from gdn2.layers.initialisation import fill
-from gdn2.layers.joint import joint, single
+from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.recurrence import state_dtype
 from gdn2.ops.attention import attention
+from gdn2.ops.entry import attention_inputs, kernels_turn
 from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.rotary import apply_rotary
 from gdn2.ops.window_attention import is_whole, takes_heads
@@ -33,13 +34,11 @@ class AttentionMixer(nn.Module):
     ) -> tuple[Tensor, KVCache | None]:
         """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
         c = self.config
-        projections = joint(x, self.q_proj, self.k_proj, self.v_proj, laid=self.laid)
-        q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in projections)
-        table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(q.dtype), q.device)
+        q, k, v = self._turned(x, layout)
         started = state is not None and state.capacity > 0
         y, cache = attention(
-            apply_rotary(q, *table),
-            apply_rotary(k, *table),
+            q,
+            k,
             v,
             window=c.window,
             cu_seqlens=layout.cu_seqlens,
@@ -49,6 +48,17 @@ class AttentionMixer(nn.Module):
             block_mask=self.block_mask(layout, q.dtype, q.device) if not started else None,
         )
         return single(self.out_proj, y.flatten(-2)), cache
+
+    def _turned(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, length, heads, d], the first two turned by their places."""
+        c, maps = self.config, self.joint_maps
+        table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(x.dtype), x.device)
+        if self.laid and have_one_gradient(x, maps) and kernels_turn(x, table[0]):
+            turned = attention_inputs(x, [map_.weight for map_ in maps], *table)
+            q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in turned)
+            return q, k, v
+        q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in joint(x, *maps, laid=self.laid))
+        return apply_rotary(q, *table), apply_rotary(k, *table), v
 
     def block_mask(
         self, layout: Layout, dtype: torch.dtype, device: torch.device

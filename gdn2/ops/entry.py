@@ -1,7 +1,7 @@
-"""All that a mixer of Gated DeltaNet-2 makes of its input before the rule, for training on a GPU, and its gradient.
+"""All that a mixer makes of its input before the rule, or before attention, for training on a GPU, and its gradient.
 
 The maps of one input have gradients that lie side by side, so that one product takes them all (`gdn2.ops.maps`). Those
-of convolutions and gates are made where they are to lie; by themselves they would be made first and copied there.
+of convolutions, gates and rotations are made where they are to lie; by themselves they would be made first and copied.
 """
 
 from collections.abc import Sequence
@@ -85,10 +85,92 @@ class _Entry(torch.autograd.Function):
         joined, *d_taps = entry_gradient(
             [dq, dk, dv], inputs, taps, cu_seqlens, [db, dw], [b, w], others, *ctx.options
         )
-        widths = [len(weight) for weight in weights]
-        dx = input_gradient([*joined.split(widths, 1)], weights).view(x.shape)
-        d_weights = product(joined.t(), rows_of(x)).split(widths)
+        dx, *d_weights = map_gradients(joined, x, weights)
         return None, None, None, dx, *d_taps, *d_weights
+
+
+def map_gradients(joined: Tensor, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of x and of the weights, from those of what they make, side by side."""
+    widths = [len(weight) for weight in weights]
+    dx = input_gradient([*joined.split(widths, 1)], [*weights]).view(x.shape)
+    return [dx, *product(joined.t(), rows_of(x)).split(widths)]
+
+
+def kernels_turn(x: Tensor, cos: Tensor) -> bool:
+    """Whether the kernel can turn what is made of x, and is to be trusted."""
+    known = x.numel() > 0 and cos.dtype == torch.promote_types(x.dtype, torch.float32)
+    return known and why_not("triton", x.device, x.dtype, ("rotary",)) is None
+
+
+def attention_inputs(
+    x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of x [batch, length, inputs], the first two turned by `rotary_table`'s cosines and sines.
+
+    It cannot be differentiated again. All weights [outputs, inputs] have the dtype of x.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = _Turned.apply(x, cos, sin, *weights)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, cos, sin, *weights)
+        q, k, v = (linear(x, weight) for weight in weights)
+        return rotated(q, cos, sin), rotated(k, cos, sin), v
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin, *weights = ctx.saved_tensors
+        joined = rotated_gradient(dq, dk, dv, cos, sin)
+        dx, *d_weights = map_gradients(joined, x, weights)
+        return dx, None, None, *d_weights
+
+
+@torch.library.custom_op("gdn2::rotated", mutates_args=())
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [batch, length, channels] turned."""
+    from gdn2.ops.triton import rotary as kernels  # noqa: PLC0415 (optional dependency)
+
+    y = x.new_empty(x.shape)
+    with torch.cuda.device_of(x):
+        kernels.turn(rows_of(x).contiguous(), *angles(cos, sin), rows_of(y), back=False)
+    return y
+
+
+@rotated.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("gdn2::rotated_gradient", mutates_args=())
+def rotated_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return gradients of what maps made, side by side [tokens, channels]; those of q and k turned back."""
+    from gdn2.ops.triton import rotary as kernels  # noqa: PLC0415 (optional dependency)
+
+    grads = [rows_of(d).contiguous() for d in (dq, dk, dv)]
+    widths = [d.shape[1] for d in grads]
+    joined = grads[0].new_empty(len(grads[0]), sum(widths))
+    q_part, k_part, v_part = joined.split(widths, 1)
+    with torch.cuda.device_of(joined):
+        for d, part in zip(grads, (q_part, k_part), strict=False):
+            kernels.turn(d, *angles(cos, sin), part, back=True)
+    v_part.copy_(grads[2])
+    return joined
+
+
+@rotated_gradient.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    tokens = dq.shape[0] * dq.shape[1]
+    return dq.new_empty(tokens, sum(d.shape[-1] for d in (dq, dk, dv)))
+
+
+def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as rows [length or tokens, d/2]."""
+    return rows_of(cos).contiguous(), rows_of(sin).contiguous()
 
 
 @torch.library.custom_op("gdn2::gates", mutates_args=())

@@ -60,11 +60,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     for name, table in (("cos", cos), ("sin", sin)):
         check_operand(name, table, shape, x.device)
         _check_precise(name, table)
-    cos, sin = (t.unsqueeze(-2).unsqueeze(-2) for t in (cos, sin))  # for all heads and both halves
-    halves = x.to(torch.promote_types(x.dtype, cos.dtype)).unflatten(-1, (2, -1))
-    sign = 2 * torch.arange(2, device=x.device).unsqueeze(-1) - 1
-    # Not the parts (a cos − b sin, a sin + b cos) put together: a compiler would write gradients of such twice.
-    return (halves * cos + halves.flip(-2) * (sin * sign)).flatten(-2).to(x.dtype)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 def cumulative_rotation(

@@ -49,6 +49,7 @@ from gdn2.ops.triton.companions import (
     check_matvec,
     check_norm,
     check_ranks,
+    check_rotary,
     check_step,
     check_swiglu,
     check_table,
@@ -339,6 +340,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "ranks": check_ranks,
     "table": check_table,
     "gates": check_gates,
+    "rotary": check_rotary,
     plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

@@ -14,8 +14,9 @@ from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import add_normalize_backward, normalize
 from gdn2.ops.ranks import MOST_RANKS, rank_reads, ranks_by_kernel
 from gdn2.ops.reference import token_loop
+from gdn2.ops.rotary import apply_rotary, rotary_table
 from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
-from gdn2.ops.triton import gates, norm, window
+from gdn2.ops.triton import gates, norm, rotary, window
 from gdn2.ops.triton.adamw import BLOCK as ADAMW_BLOCK
 from gdn2.ops.triton.adamw import adamw
 from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
@@ -277,6 +278,27 @@ def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
             shapes |= {"k_old": shape, "v_old": shape, "weight_old": gates}
         pairs = compare(kernel, twin, draw(shapes, dtype), ("o",), device)
         found |= {f"{name}, {ranks} ranks": pair for name, pair in pairs.items()}
+    return found
+
+
+def check_rotary(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Heads turned by their places, by all tokens' angles and by those of a sequence, and turned back."""
+    heads, d, batch, length = 3, 96, 2, 35
+    (x,) = draw({"x": (batch, length, heads * d)}, dtype).values()
+    found: Pairs = {}
+    for name, places in (
+        ("sequence", torch.arange(length)),
+        ("token", torch.arange(70).view(2, 35)),
+    ):
+        table = rotary_table(places, d)
+        cos, sin = (t.flatten(0, -2).to(device) for t in table)
+        right = apply_rotary(x.double().unflatten(-1, (heads, d)), *(t.double() for t in table))
+        to = torch.zeros(batch * length, heads * d + 8, dtype=dtype, device=device)
+        rotary.turn(x.flatten(0, 1).to(device), cos, sin, to[:, 8:], back=False)
+        again = torch.empty_like(to)
+        rotary.turn(to[:, 8:], cos, sin, again[:, :-8], back=True)
+        found[f"turned, {name}"] = (to, pad(right.flatten(0, 1).flatten(1), (8, 0)))
+        found[f"back, {name}"] = (again[:, :-8], x.double().flatten(0, 1))
     return found
 
 

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
-# Elements of a tile, its most rows, and warps per program by the columns of a tile. On an H200 the gradient of 16384
-# rows of 2304 takes 93 µs, and with what is passed on 118; 4 warps 79 and 119, and with tiles of 8192 87 and 109.
+# Elements of a tile, those of a tile of the backward where rows are heads, and the most rows.
 TILE = 4096
+HEADS_TILE = 2048
 MOST_ROWS = 64
-# Programs of the backward, each with a partial sum of the weight's gradient; more tiles than that are looped over, so
-# many of them on the way at once (not measured yet) where no more bytes wait than all GPUs have room for.
-PROGRAMS = 1024
+# Programs of the backward, each with a partial sum of the weight's gradient, where rows are as wide as a model, and
+# where they are heads; more tiles than that are looped over, so many of them on the way at once where no more bytes
+# wait than all GPUs have room for. On an H200 the gradient of 16384 rows of 2304 with what is passed on takes 76 µs by
+# 264 programs of 4 warps; of 8 warps 78, by 528 programs 80 to 91, by 1024 of 8 warps 82; two rows at once 91 and more.
+# That of 262144 gated rows of 128 takes 75 µs in tiles of 2048 by 1056 programs; by 528 78, tiles of 4096 77 to 83.
+PROGRAMS = 264
+HEADS_PROGRAMS = 1056
 STAGES = 3
 ROOM = 64 << 10
 
@@ -31,6 +35,11 @@ def warps(how: dict[str, Any]) -> int:
     if how["ROWS"] == 1:
         return min(16, max(1, how["COLS"] // 512))
     return 4
+
+
+def backward_warps(how: dict[str, Any]) -> int:
+    """Four are enough for what the forward gives eight."""
+    return warps(how) if how["COLS"] > TILE else min(4, warps(how))
 
 
 def stages(how: dict[str, Any], *operands: Tensor | None) -> int:
@@ -156,10 +165,10 @@ def matrix(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-def tile(x: Tensor, small: bool = False) -> dict[str, Any]:
-    """What both kernels are compiled for; a small input in tiles of one row."""
+def tile(x: Tensor, small: bool = False, elements: int | None = None) -> dict[str, Any]:
+    """What both kernels are compiled for: tiles of so many elements, of a small input of one row."""
     cols = triton.next_power_of_2(x.shape[-1])
-    rows = 1 if small else min(MOST_ROWS, max(1, TILE // cols))
+    rows = 1 if small else min(MOST_ROWS, max(1, (elements or TILE) // cols))
     accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
     return {"WIDTH": x.shape[-1], "ROWS": rows, "COLS": cols, "ACC": accumulate}
 
@@ -207,20 +216,20 @@ def backward(
     passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, gate and weight; `passed` is what x gets from elsewhere, which its own includes then."""
-    how = tile(x)
+    how = tile(x, elements=HEADS_TILE)
     dys, rows = matrix(dy), matrix(x)
     gates, others = (None if t is None else matrix(t) for t in (gate, passed))
     dx = x.new_empty(x.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     row_tiles = triton.cdiv(rows.shape[0], how["ROWS"])
-    tiles = max(1, triton.cdiv(row_tiles, PROGRAMS))
+    tiles = max(1, triton.cdiv(row_tiles, HEADS_PROGRAMS if how["ROWS"] > 1 else PROGRAMS))
     programs = triton.cdiv(row_tiles, tiles)
     partial = None if weight is None else rstd.new_empty(programs, x.shape[-1])
     over(rms_norm_gradient_kernel, programs)(
         dys, rows, gates, None if weight is None else weight.contiguous(), rstd, others, dx,
         d_gate, partial, rows.shape[0], tiles, dys.stride(0), rows.stride(0),
         *(0 if t is None else t.stride(0) for t in (gates, others)),
-        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=warps(how),
+        **how, SILU=silu, GATE_FIRST=gate_first, num_warps=backward_warps(how),
         STAGES=stages(how, dys, rows, gates, others),
     )  # fmt: skip
     return dx, d_gate, None if partial is None else partial.sum(0).to(weight.dtype)

@@ -21,7 +21,17 @@ VARIABLE = "TRITON_INTERPRET"
 INTERPRET = os.environ.get(VARIABLE) == "1" or not torch.cuda.is_available()
 NAMES = (
     *("stages", "step", "conv_launch", "norm", "delta_inputs", "swiglu", "matvec"),
-    *("cross_entropy", "adamw", "log_decay", "window", "ranks", "plain", "table", "gates"),
+    *(
+        "cross_entropy",
+        "adamw",
+        "log_decay",
+        "window",
+        "ranks",
+        "plain",
+        "table",
+        "gates",
+        "rotary",
+    ),
 )
 KERNELS = [f"gdn2.ops.triton.{name}" for name in NAMES]
 

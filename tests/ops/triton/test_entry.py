@@ -7,16 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn2.layers import delta, joint
-from gdn2.layers.config import DeltaConfig
+from gdn2.layers import attention, delta, joint
+from gdn2.layers.attention import AttentionMixer
+from gdn2.layers.config import AttentionConfig, DeltaConfig
 from gdn2.layers.delta import DeltaMixer
 from gdn2.layers.joint import lay_in_blocks
 from gdn2.layers.layout import Layout
 from gdn2.ops import entry
 from gdn2.ops.conv import short_convolution
-from gdn2.ops.entry import entry_gradient, gates, mixer_inputs
+from gdn2.ops.entry import (
+    attention_inputs,
+    entry_gradient,
+    gates,
+    mixer_inputs,
+    rotated,
+    rotated_gradient,
+)
+from gdn2.ops.rotary import apply_rotary, rotary_table
 from gdn2.ops.triton import conv_launch
 from gdn2.ops.triton import gates as kernels
+from gdn2.ops.triton import rotary as rotary_kernels
 from tests.closeness import assert_close
 
 WIDTH, HEAD, HEADS, VALUES, RANK, TAPS = 12, 8, 3, 40, 5, 4
@@ -26,6 +36,7 @@ WIDTH, HEAD, HEADS, VALUES, RANK, TAPS = 12, 8, 3, 40, 5, 4
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs along every axis."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
+    monkeypatch.setattr(rotary_kernels, "TILE", 16)
     monkeypatch.setattr(conv_launch, "SEGMENT", 8)
 
 
@@ -117,7 +128,7 @@ def mixer(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DeltaMixer:
     return made
 
 
-def step(made: DeltaMixer) -> list[Tensor]:
+def step(made: DeltaMixer | AttentionMixer) -> list[Tensor]:
     x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     x.requires_grad_()
     y, _ = made(x, None, Layout.dense(2, 9))
@@ -163,6 +174,61 @@ def test_others_enter_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mixer(monkeypatch)
     made.laid = False
     assert not made._enters_at_once(x)
+
+
+def turned_apart(
+    x: Tensor, weights: list[Tensor], taps: list[Tensor], cos: Tensor, sin: Tensor
+) -> list[Tensor]:
+    q, k, v = (x @ weight.t() for weight in weights)
+    turned = (apply_rotary(z.unflatten(-1, (-1, HEAD)), cos, sin).flatten(-2) for z in (q, k))
+    return [*turned, v]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("places", [torch.arange(13), torch.arange(26).view(2, 13)], ids=str)
+def test_queries_and_keys_are_turned(places: Tensor) -> None:
+    x, weights, taps = draw(2, 13, 0, torch.float64)
+    cos, sin = rotary_table(places, HEAD, dtype=torch.float64)
+
+    def at_once(x: Tensor, weights: list[Tensor], taps: list[Tensor], **table: Tensor) -> Any:
+        return attention_inputs(x, weights, **table)
+
+    def grads(by: Callable[..., Any]) -> list[Tensor]:
+        results = by(x, weights[:3], taps, cos=cos, sin=sin)
+        ones = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in results]
+        leaves = [x, *weights[:3]]
+        return [*results, *torch.autograd.grad(results, leaves, [d.to(x) for d in ones])]
+
+    for i, (a, b) in enumerate(zip(grads(at_once), grads(turned_apart), strict=True)):
+        assert_close(f"result {i}", a, b, 1e-12)
+    made = [torch.randn(2, 13, HEADS * HEAD, dtype=torch.float64) for _ in range(3)]
+    torch.library.opcheck(rotated, (made[0], cos, sin))
+    torch.library.opcheck(rotated_gradient, (*made, cos, sin))
+
+
+def test_attention_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = AttentionMixer(AttentionConfig(num_heads=HEADS, head_dim=HEAD, window=4), WIDTH).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
+    lay_in_blocks(made)
+    expected = step(made)
+    monkeypatch.setattr(joint, "_adds_gradients", lambda x: True)
+    monkeypatch.setattr(entry, "why_not", lambda *_: None)
+    entered: list[int] = []
+
+    def watched(*given: Any) -> Any:
+        entered.append(1)
+        return attention_inputs(*given)
+
+    monkeypatch.setattr(attention, "attention_inputs", watched)
+    found = step(made)
+    assert entered
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_close(f"result {i}", a, b, 1e-11)
+    with torch.no_grad():
+        made(torch.randn(1, 4, WIDTH, dtype=torch.float64), None, Layout.dense(1, 4))
+    assert len(entered) == 1
 
 
 def test_a_compiler_sees_through(monkeypatch: pytest.MonkeyPatch) -> None:

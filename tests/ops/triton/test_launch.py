@@ -38,6 +38,7 @@ from gdn2.ops.triton import (
     pipeline,
     plain,
     ranks,
+    rotary,
     stages,
     step,
     swiglu,
@@ -66,6 +67,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (ranks, "rank_reads", "rank_reads_gradient"),
     "table": (table, "table"),
     "gates": (gates, "gates", "gates_gradient"),
+    "rotary": (rotary, "rotary"),
     "plain_gradient": (plain, "states", "plain_gradient"),
 }
 

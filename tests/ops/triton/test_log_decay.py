@@ -13,7 +13,8 @@ from tests.closeness import assert_close
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, and tiles in each."""
-    monkeypatch.setattr(kernels, "TILE", 64)
+    for tile in ("TILE", "BACKWARD_TILE"):
+        monkeypatch.setattr(kernels, tile, 64)
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
 
 

@@ -57,11 +57,16 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
+def small(monkeypatch: pytest.MonkeyPatch, tile: int, programs: int) -> None:
+    for name, value in (("TILE", tile), ("PROGRAMS", programs)):
+        monkeypatch.setattr(kernels, name, value)
+        monkeypatch.setattr(kernels, f"HEADS_{name}", value)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, tiles in each, and rows in a tile, even for what an interpreter can do in time."""
-    monkeypatch.setattr(kernels, "TILE", 256)
-    monkeypatch.setattr(kernels, "PROGRAMS", 2)
+    small(monkeypatch, 256, 2)
 
 
 @pytest.mark.usefixtures("poison")
@@ -156,8 +161,7 @@ def test_operands_may_be_strided(layout: str) -> None:
 
 @pytest.mark.parametrize(("tile", "programs"), [(1, 1), (64, 3), (4096, 1024)])
 def test_tiles_do_not_matter(tile: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TILE", tile)
-    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    small(monkeypatch, tile, programs)
     drawn = draw((3, 5, 20))
     compare(run(drawn, ("silu", False)), run(drawn, ("silu", False), kernel=False), EXACT)
 
