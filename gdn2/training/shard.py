@@ -22,6 +22,7 @@ from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
+from gdn2.ops.squares import sum_of_squares
 from gdn2.training.world import World
 
 
@@ -89,10 +90,10 @@ def gradient_norm(model: LanguageModel, world: World) -> Tensor:
     gradients = [x.grad for x in model.parameters() if x.grad is not None]
     sharded = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    squares = _sum_of_squares(sharded, world.device)
+    squares = sum_of_squares(sharded, world.device)
     if world.mesh is not None:
         dist.all_reduce(squares, group=world.mesh.get_group("shard"))
-    return (squares + _sum_of_squares(whole, world.device)).sqrt()
+    return (squares + sum_of_squares(whole, world.device)).sqrt()
 
 
 def full_weights(model: LanguageModel, world: World) -> dict[str, Tensor] | None:
@@ -189,13 +190,3 @@ def _place(parameter: nn.Parameter, value: Tensor) -> None:
         value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
         target = target.to_local()
     target.copy_(value)
-
-
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    total = torch.zeros((), device=device)
-    for dtype in {x.dtype for x in tensors}:  # mixed, they would be looked at one by one
-        # a process may have no row of a small matrix
-        alike = [x for x in tensors if x.dtype == dtype and x.numel()]
-        if alike:
-            total += torch.stack(torch._foreach_norm(alike, 2, torch.float32)).square().sum()
-    return total

@@ -93,16 +93,16 @@ def adamw_kernel(
 
 
 @lru_cache(maxsize=16)
-def program_map(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def program_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """The tensor that each program works on, and which block of it [programs, 2]; the same in every step."""
-    blocks = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+    blocks = torch.tensor([triton.cdiv(size, block) for size in sizes])
     tensors = torch.arange(len(sizes)).repeat_interleave(blocks)
     before = (blocks.cumsum(0) - blocks)[tensors]
     return torch.stack([tensors, torch.arange(len(tensors)) - before], 1).to(device, torch.int32)
 
 
 def address_table(columns: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Tensor:
-    """Addresses of each tensor, its gradient, moments and step count, and its size; on its way to the device."""
+    """Addresses of each tensor, as its gradient, moments and step count, and its size; on its way to the device."""
     device = columns[0][0].device
     addresses = [[x.data_ptr() for x in column] for column in columns]
     rows = [*zip(*addresses, sizes, strict=True)]
@@ -132,7 +132,7 @@ def adamw(
     columns = (params, grads, exp_avgs, exp_avg_sqs, steps)
     device, sizes = params[0].device, tuple(x.numel() for x in params)
     scale, skip = (x if x is None else x.to(device) for x in (grad_scale, found_inf))
-    programs = program_map(sizes, device)
+    programs = program_map(sizes, BLOCK, device)
     if len(programs):
         with torch.cuda.device_of(programs):
             over(adamw_kernel, len(programs))(

@@ -50,6 +50,7 @@ from gdn2.ops.triton.companions import (
     check_norm,
     check_ranks,
     check_rotary,
+    check_squares,
     check_step,
     check_swiglu,
     check_table,
@@ -341,6 +342,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "table": check_table,
     "gates": check_gates,
     "rotary": check_rotary,
+    "squares": check_squares,
     plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

@@ -23,6 +23,8 @@ from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
 from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.gates import BLOCK as GATES_BLOCK
 from gdn2.ops.triton.matvec import matvec
+from gdn2.ops.triton.squares import BLOCK as SQUARES_BLOCK
+from gdn2.ops.triton.squares import sum_of_squares
 from gdn2.ops.triton.step import TILES, step
 from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
 from gdn2.ops.triton.table import BLOCK as TABLE_BLOCK
@@ -279,6 +281,15 @@ def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
         pairs = compare(kernel, twin, draw(shapes, dtype), ("o",), device)
         found |= {f"{name}, {ranks} ranks": pair for name, pair in pairs.items()}
     return found
+
+
+def check_squares(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """The sum over tensors of less than a part, of whole blocks and of more."""
+    sizes = (1, 5, SQUARES_BLOCK, 2 * SQUARES_BLOCK, SQUARES_BLOCK + 37)
+    x = [*draw({f"{n}": (n,) for n in sizes}, dtype).values()]
+    found = sum_of_squares([t.to(device) for t in x])
+    right = torch.stack([t.double().square().sum() for t in x])
+    return {"sum": (found, right.sum())}
 
 
 def check_rotary(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -31,6 +31,7 @@ NAMES = (
         "table",
         "gates",
         "rotary",
+        "squares",
     ),
 )
 KERNELS = [f"gdn2.ops.triton.{name}" for name in NAMES]

@@ -39,6 +39,7 @@ from gdn2.ops.triton import (
     plain,
     ranks,
     rotary,
+    squares,
     stages,
     step,
     swiglu,
@@ -68,6 +69,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "table": (table, "table"),
     "gates": (gates, "gates", "gates_gradient"),
     "rotary": (rotary, "rotary"),
+    "squares": (squares, "squares"),
     "plain_gradient": (plain, "states", "plain_gradient"),
 }
 
@@ -357,6 +359,8 @@ def test_a_companion_alone_is_found_right(kernel: str, dtype: str) -> None:
     assert all(check.passed for check in found)
     if kernel == table.NAME:
         assert worst == 0  # numbers of tokens and chunks
+    elif kernel == "squares":
+        assert worst < 1e-6  # of any dtype a sum in fp32
     else:
         assert (1e-8 < worst < 1e-6) if dtype == "fp32" else (1e-3 < worst < 1e-2)
 
