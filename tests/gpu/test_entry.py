@@ -88,4 +88,5 @@ def test_results_and_gradients(
     assert compiled or entered
     names = ["y", "x", *(n for n, _ in mixer.named_parameters())]
     for quantity, a, b in zip(names, found, expected, strict=True):
-        assert relative_error(a, b) < 3e-2, (quantity, relative_error(a, b))
+        error = relative_error(a.cpu(), b)
+        assert error < 3e-2, (quantity, error)
