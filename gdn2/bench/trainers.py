@@ -91,7 +91,7 @@ class TwinTrainer:
         self.held_bytes = 0
 
     def step(self, batch: Batch) -> float:
-        """As `Trainer.step`."""
+        """As `Trainer.step`, but a step that finds no numbers has moved the weights."""
         device = self.model.embedding.weight.device
         ids, targets = (x.to(device, non_blocking=True) for x in (batch.ids, batch.targets))
         self.optimiser.zero_grad()

@@ -1,8 +1,8 @@
 """The training peer: our language models built from flash-linear-attention's layer and fused modules.
 
-The twin has the sizes of a config of ours and is trained by the same step: only what computes the blocks differs. It is
-what a user of fla would put together: fla's Gated DeltaNet-2 layer, norms, SwiGLU, rotary embedding and fused loss,
-FlexAttention for the window. Its layer gates the output by a sigmoid where ours does by SiLU, which costs the same.
+The twin has the sizes of a config of ours and is what a user of fla would put together: fla's Gated DeltaNet-2 layer,
+norms, SwiGLU, rotary embedding and fused loss, FlexAttention for the window. Its layer gates the output by a sigmoid
+where ours does by SiLU, which costs the same.
 """
 
 # ruff: noqa: PLC0415 (a peer is never needed: it is imported where it is asked for)

@@ -1,6 +1,7 @@
 """Further verbs under `gdn2 bench`, which look closer: options, without logic."""
 
 # ruff: noqa: PLC0415 (what a verb needs is imported when it runs, so that help is quick)
+from itertools import product
 from typing import Annotated
 
 import typer
@@ -143,14 +144,15 @@ def products(
         steps=1,
     )
     records = []
-    for name, size in ((name, size) for name in plan.presets for size in plan.shapes):
+    kept.choose(where, {})  # before anything is timed: it can be written
+    for name, size in product(plan.presets, plan.shapes):
         met = met_in_a_step(plan, name, size)
         found = []
         for choice in choices(met, where, seconds):
             found.append(choice)
             typer.echo(f"{name}, {size}: {len(found)} of {len(met)} products", err=True)
         render(found, console())
-        file = kept.choose(where, {c.problem: c.way for c in found if c.way is not None})
+        file = kept.choose(where, {choice.problem: choice.way for choice in found})
         typer.echo(f"chosen in {file}")
         records += [choice.as_json() for choice in found]
     write(json_file, {"choices": records})

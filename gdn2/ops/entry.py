@@ -156,7 +156,7 @@ def rotated_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     joined = grads[0].new_empty(len(grads[0]), sum(widths))
     q_part, k_part, v_part = joined.split(widths, 1)
     with torch.cuda.device_of(joined):
-        for d, part in zip(grads, (q_part, k_part), strict=False):
+        for d, part in zip(grads[:2], (q_part, k_part), strict=True):
             kernels.turn(d, *angles(cos, sin), part, back=True)
     v_part.copy_(grads[2])
     return joined
@@ -210,9 +210,8 @@ def entry_gradient(
     from gdn2.ops.triton import conv_launch  # noqa: PLC0415 (optional dependency)
     from gdn2.ops.triton import gates as kernels  # noqa: PLC0415
 
-    batch, length = inputs[0].shape[:2]
     widths = [z.shape[-1] for z in (*inputs, *made, *others)]
-    joined = inputs[0].new_empty(batch * length, sum(widths))
+    joined = inputs[0].new_empty(inputs[0].shape[:2].numel(), sum(widths))
     parts, at, d_taps = joined.split(widths, 1), CONVOLVED + GATED, []
     with torch.cuda.device_of(joined):
         heads = (l2_width, l2_width, None)
@@ -220,8 +219,7 @@ def entry_gradient(
             grads, inputs, taps, heads, parts[:CONVOLVED], strict=True
         ):
             given = conv_launch.Inputs.of(x, weight, None, None, cu_seqlens)
-            to = part.unflatten(0, (batch, length))
-            found = conv_launch.backward(given, dy.contiguous(), None, True, width, L2_EPS, to)
+            found = conv_launch.backward(given, dy.contiguous(), None, True, width, L2_EPS, part)
             d_taps.append(found[1])
         gate_part = joined.narrow(1, sum(widths[:CONVOLVED]), sum(widths[CONVOLVED:at]))
         db, dw = d_gates

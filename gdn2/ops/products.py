@@ -5,7 +5,6 @@ of the library, and holds for the sizes that it met. All others are left to torc
 """
 
 import json
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +19,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gdn2.ops.arguments import exact_products
 from gdn2.ops.cuda.build import CudaError
-from gdn2.ops.cuda.multiply import Problem, Way, library_version, multiplier, problem_of
-from gdn2.ops.trust import indexed, verdict_file
+from gdn2.ops.cuda.multiply import (
+    Problem,
+    Way,
+    checked,
+    library_version,
+    multiplier,
+    problem_of,
+)
+from gdn2.ops.trust import indexed, verdict_file, write_at_once
 
 Ways = dict[Problem, Way]
 _known: dict[torch.device, Ways] = {}
@@ -65,7 +71,7 @@ def chosen_product(a: Tensor, b: Tensor) -> Tensor:
             return out
         except CudaError as failure:  # from now on torch's way
             warnings.warn(f"gdn2 leaves products to torch: {failure}", stacklevel=2)
-            del ways_of(a.device)[problem]
+            ways_of(a.device).pop(problem, None)
     with exact_products(a.device):
         return torch.mm(a, b)
 
@@ -102,11 +108,16 @@ def ways_of(device: torch.device) -> Ways:
     return _known[device]
 
 
-def choose(device: torch.device, ways: Mapping[Problem, Way]) -> Path:
-    """Add ways to those of a device, here and for later processes."""
+def choose(device: torch.device, ways: Mapping[Problem, Way | None]) -> Path:
+    """Add ways to those of a device, here and for later processes; None leaves a problem to torch again."""
     known, file = ways_of(device), choices_file()
-    known.update(ways)
-    _write(file, {**_read(file), identity(device): known})
+    kept = _read(file)  # another process may have added to it
+    known |= kept.get(identity(device), {})
+    for problem, way in ways.items():
+        known.pop(problem, None)
+        if way is not None:
+            known[problem] = way
+    _write(file, {**kept, identity(device): known})
     return file
 
 
@@ -133,7 +144,7 @@ def _read(file: Path) -> dict[str, Ways]:
         return {}
     try:
         return {
-            name: {Problem(*problem): Way(*way) for problem, way in rows}
+            name: {Problem(*problem): checked(Way(*way)) for problem, way in rows}
             for name, rows in json.loads(file.read_text()).items()
         }
     except (OSError, ValueError, AttributeError, TypeError):
@@ -143,10 +154,8 @@ def _read(file: Path) -> dict[str, Ways]:
 
 
 def _write(file: Path, known: Mapping[str, Ways]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    written = file.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({n: [*w.items()] for n, w in known.items()}, indent=1) + "\n")
-    written.replace(file)  # at once: another process reads the old file or the new one
+    text = json.dumps({name: [*ways.items()] for name, ways in known.items()}, indent=1)
+    write_at_once(file, f"{text}\n".encode())
 
 
 # torch.compile calls it instead of tracing into it

@@ -45,14 +45,19 @@ def record(device: torch.device, verdict: Verdict) -> Path | None:
     file = verdict_file()
     known = {**_read(file), identity(device): verdict}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(known, indent=1) + "\n")
-        written.replace(file)  # at once: another process reads the old file or the new one
+        write_at_once(file, (json.dumps(known, indent=1) + "\n").encode())
     except OSError as failure:
         warnings.warn(f"gdn2 cannot write {file}: {failure}", stacklevel=2)
         return None
     return file
+
+
+def write_at_once(file: Path, content: bytes) -> None:
+    """Another process reads the old file or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_bytes(content)
+    written.replace(file)
 
 
 def verdict_file() -> Path:

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from gdn2.models.language_model import LanguageModel
 from gdn2.ops.backends import why_not
+from gdn2.ops.squares import ALIGNMENT, DTYPES
 from gdn2.training.config import OptimiserSection
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-ALIGNMENT = 16  # bytes that the kernel reads at once
 Kind = tuple[torch.device | torch.dtype, ...]  # of what one launch of the kernel moves
 
 
@@ -100,7 +99,7 @@ def kind_of(
     device, size = param.device, param.numel()
     for x in (param, grad, exp_avg, exp_avg_sq):
         dense = x.layout == torch.strided and x.is_contiguous() and x.numel() == size
-        if not dense or x.device != device or x.dtype not in KERNEL_DTYPES:
+        if not dense or x.device != device or x.dtype not in DTYPES:
             return None
         if x.data_ptr() % ALIGNMENT:
             return None

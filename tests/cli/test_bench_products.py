@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from gdn2.bench import products as bench
 from gdn2.bench.trainers import Plan, Shape
 from gdn2.cli import app
+from gdn2.models.presets import preset
 from gdn2.ops.cuda.build import CudaError
 from gdn2.ops.cuda.multiply import Problem, Way, problem_of
 
@@ -74,12 +76,16 @@ def test_operands_lie_as_in_the_step(a_turned: bool, b_turned: bool) -> None:
 
 
 def test_products_of_a_step_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU in fp32 there are none that the library takes, in bf16 those of the MLP and more."""
+    """Once for each block's map back from the MLP, and none in fp32, which the library is not asked for."""
     plan = Plan(("gdn2-1m-hybrid",), (Shape(1, 16),), ("bf16",), CPU, compile=False)
     assert not bench.met_in_a_step(plan, "gdn2-1m-hybrid", Shape(1, 16))  # all are small
     monkeypatch.setattr(bench, "LEAST_FLOPS", 0)
+    config = preset("gdn2-1m-hybrid")
     met = bench.met_in_a_step(plan, "gdn2-1m-hybrid", Shape(1, 16))
-    assert met and all(problem.rows * problem.inner for problem in met)
+    width, inner = config.hidden_size, config.intermediate_size
+    assert met[Problem(16, width, inner, False, True, inner, inner)] == config.num_hidden_layers
+    wide = replace(plan, weights=("fp32",))
+    assert not bench.met_in_a_step(wide, "gdn2-1m-hybrid", Shape(1, 16))
 
 
 def test_longest_first_and_a_table(timed: list[str | None]) -> None:

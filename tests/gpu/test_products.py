@@ -48,8 +48,8 @@ def test_a_choice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     problem = PROBLEMS[1]
     a, b = draw(problem, DEVICE)
     found = best_way(problem, 1, DEVICE, 0.01)
-    assert found.best_seconds <= found.usual_seconds
     ways = multiplier(problem, DEVICE).ways()
+    assert found.way in (None, *ways) and found.usual_seconds > 0
     products.choose(DEVICE, {problem: ways[-1]})
     monkeypatch.setattr(products, "_known", {})
     assert products.ways_of(DEVICE) == {problem: ways[-1]}

@@ -38,7 +38,7 @@ def test_a_problem_is_how_operands_lie() -> None:
     assert problem_of(a, b) == Problem(6, 3, 4, False, False, 4, 3)
     assert problem_of(matrix(4, 6).t(), b) == Problem(6, 3, 4, True, False, 6, 3)
     assert problem_of(a, matrix(3, 4).t()) == Problem(6, 3, 4, False, True, 4, 4)
-    assert problem_of(a, wide[:, 2:5]) == Problem(6, 3, 4, False, False, 4, 8)
+    assert problem_of(a, matrix(4, 16)[:, 8:11]) == Problem(6, 3, 4, False, False, 4, 16)
     assert problem_of(wide[:, :6].t(), b) == Problem(6, 3, 4, True, False, 8, 3)
 
 
@@ -49,6 +49,7 @@ def test_a_problem_is_how_operands_lie() -> None:
         (matrix(6, 8)[:, ::2], matrix(4, 3)),  # nothing lies next to each other
         (matrix(1, 4).expand(6, 4), matrix(4, 3)),  # rows upon each other
         (matrix(0, 4), matrix(4, 3)),
+        (matrix(25)[1:].view(6, 4), matrix(4, 3)),  # at no multiple of 16 bytes
     ],
 )
 def test_other_operands_are_left_to_torch(a: Tensor, b: Tensor) -> None:
@@ -81,7 +82,30 @@ def test_choices_are_kept_for_later_processes(file: Path, monkeypatch: pytest.Mo
     assert [*json.loads(file.read_text())] == ["Some GPU, some library"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"Some GPU, some library": [[1]]}', '{"a": 3}'])
+def test_a_choice_can_be_withdrawn_and_added_to_elsewhere(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process has written meanwhile stays."""
+    problems = [Problem(6, n, 4, False, True, 4, 4) for n in (3, 5, 7)]
+    products.choose(GPU, dict.fromkeys(problems[:2], WAY))
+    with monkeypatch.context() as other:
+        other.setattr(products, "_known", {})
+        products.choose(GPU, {problems[2]: WAY})
+    products.choose(GPU, {problems[0]: None})
+    monkeypatch.setattr(products, "_known", {})
+    assert products.ways_of(GPU) == dict.fromkeys(problems[1:], WAY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"a": [[[1, 1, 1, true, true, 1, 1], ["00", 0]]]}',
+        '{"Some GPU, some library": [[1]]}',
+        '{"a": 3}',
+    ],
+)
 def test_a_file_that_cannot_be_read_is_said(text: str, file: Path) -> None:
     file.parent.mkdir()
     file.write_text(text)

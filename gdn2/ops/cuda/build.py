@@ -2,17 +2,17 @@
 
 import ctypes
 import hashlib
-import os
 import re
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.trust import verdict_file
+from gdn2.ops.trust import verdict_file, write_at_once
 
 SOURCES = Path(__file__).parent
 MOST_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -75,13 +75,8 @@ def compiled(name: str, options: Sequence[str]) -> bytes:
         return _code[key]
     except OSError:
         code = _code[key] = compile_source(text, name, options)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_bytes(code)
-        written.replace(file)  # at once: another process reads all of it or nothing
-    except OSError:
-        pass  # compiled again next time
+    with suppress(OSError):  # compiled again next time
+        write_at_once(file, code)
     return code
 
 

@@ -17,8 +17,10 @@ from gdn2.ops.cuda.build import CudaError
 
 BF16, FP32, SUMS_IN_FP32 = 14, 0, 68  # CUDA_R_16BF, CUDA_R_32F, CUBLAS_COMPUTE_32F
 FIRST_TURNED, SECOND_TURNED = 3, 4  # CUBLASLT_MATMUL_DESC_TRANSA and TRANSB
-MOST_WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
-WORKSPACE = 32 << 20
+WORKSPACE, ALIGNMENT = 32 << 20, 16  # bytes
+# CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _REDUCTION_SCHEME_MASK and _MIN_ALIGNMENT_A_BYTES to D, with their sizes: of
+# products in parts, sums stay in fp32 (CUBLASLT_REDUCTION_SCHEME_INPLACE and _COMPUTE_TYPE)
+PREFERENCES = ((1, 8, WORKSPACE), (3, 4, 1 | 2), *((name, 4, ALIGNMENT) for name in range(5, 9)))
 PROPOSALS = 32  # more than it makes
 
 
@@ -41,6 +43,13 @@ class Way(NamedTuple):
     workspace: int  # bytes
 
 
+def checked(way: Way) -> Way:
+    """A way that was read, which may be no such thing."""
+    if len(bytes.fromhex(way.algorithm)) != 64 or way.workspace < 0:
+        raise ValueError(f"way: got {way}, expected 64 bytes and a size")
+    return way
+
+
 class Proposal(ctypes.Structure):
     """`cublasLtMatmulHeuristicResult_t`."""
 
@@ -58,7 +67,7 @@ def problem_of(a: Tensor, b: Tensor) -> Problem | None:
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or not (a.numel() and b.numel()):
         return None
     lying = [_stride(x) for x in (a, b)]
-    if None in lying:
+    if None in lying or any(x.data_ptr() % ALIGNMENT for x in (a, b)):
         return None
     (a_turned, a_stride), (b_turned, b_stride) = lying  # type: ignore[misc]
     return Problem(a.shape[0], b.shape[1], a.shape[1], a_turned, b_turned, a_stride, b_stride)
@@ -127,21 +136,22 @@ class Multiplier:
         )
 
     def ways(self) -> list[Way]:
-        """What the library proposes, best first as it thinks."""
-        preference, size = c_void_p(), c_uint64(WORKSPACE)
+        """What the library proposes, best first as it thinks; nothing where it knows no way."""
+        preference = c_void_p()
         made = library().cublasLtMatmulPreferenceCreate(byref(preference))
         _require(made, "cublasLtMatmulPreferenceCreate")
-        library().cublasLtMatmulPreferenceSetAttribute(
-            preference, MOST_WORKSPACE, byref(size), c_size_t(8)
-        )
+        for name, size, value in PREFERENCES:
+            library().cublasLtMatmulPreferenceSetAttribute(
+                preference, name, byref(c_uint64(value)), c_size_t(size)
+            )
         found, count = (Proposal * PROPOSALS)(), c_int()
         b, a, c = self.layouts
         asked = library().cublasLtMatmulAlgoGetHeuristic(
             self.handle, self.description, b, a, c, c, preference, PROPOSALS, found, byref(count)
         )
         library().cublasLtMatmulPreferenceDestroy(preference)
-        _require(asked, "cublasLtMatmulAlgoGetHeuristic")
-        proposals = [proposal for proposal in found[: count.value] if proposal.status == 0]
+        known = found[: count.value] if asked == 0 else []
+        proposals = [proposal for proposal in known if proposal.status == 0]
         return [Way(bytes(x.algorithm).hex(), int(x.workspace)) for x in proposals]
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, way: Way) -> None:

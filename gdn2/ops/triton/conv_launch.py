@@ -120,8 +120,12 @@ def backward(
     eps: float,
     to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x and weight, and of the bias, unrounded; that of x in `to`, whose tokens may lie apart evenly."""
+    """Gradients of x and weight, and of the bias, unrounded; that of x in `to` [tokens, channels], if there is one.
+
+    Only channels lie next to each other there.
+    """
     dx = given.x.new_empty(given.x.shape) if to is None else to
+    stride = given.x.shape[2] if to is None else to.stride(0)
     how = given.tile(silu, l2_width)
     channels, taps = given.weight.shape
     rows = min(MOST_ROWS, max(1, BACKWARD_TILE // how["COLS"]))
@@ -130,7 +134,7 @@ def backward(
     dtype = torch.promote_types(given.x.dtype, torch.float32)
     partial = dx.new_empty(groups, taps + (given.bias is not None), channels, dtype=dtype)
     over(convolve_gradient_kernel, groups * given.blocks(how["WIDTH"]))(
-        dy, d_final, *given, dx, partial, *given.sizes[1:], *given.x.stride()[:2], dx.stride(1), eps,
+        dy, d_final, *given, dx, partial, *given.sizes[1:], *given.x.stride()[:2], stride, eps,
         **how, ROWS=rows, SEGMENT=SEGMENT, STAGES=STAGES, UNROLL=UNROLL, num_warps=warps,
     )  # fmt: skip
     sums = partial.sum(0)

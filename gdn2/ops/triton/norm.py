@@ -12,17 +12,17 @@ from torch import Tensor
 
 from gdn2.ops.triton.ahead import over, overlapping, wait_for_the_last
 
-# Elements of a tile, those of a tile of the backward where rows are heads, and the most rows.
+# Elements of a tile, those of the backward, and the most rows.
 TILE = 4096
-HEADS_TILE = 2048
+BACKWARD_TILE = 2048
 MOST_ROWS = 64
-# Programs of the backward, each with a partial sum of the weight's gradient, where rows are as wide as a model, and
-# where they are heads; more tiles than that are looped over, so many of them on the way at once where no more bytes
-# wait than all GPUs have room for. On an H200 the gradient of 16384 rows of 2304 with what is passed on takes 76 µs by
-# 264 programs of 4 warps; of 8 warps 78, by 528 programs 80 to 91, by 1024 of 8 warps 82; two rows at once 91 and more.
-# That of 262144 gated rows of 128 takes 75 µs in tiles of 2048 by 1056 programs; by 528 78, tiles of 4096 77 to 83.
+# Programs of the backward, each with a partial sum of the weight's gradient, where a tile is one row, as of a model,
+# and where it has several, as of heads; more tiles than that are looped over, so many of them on the way at once where
+# no more bytes wait than all GPUs have room for. On an H200 the gradient of 16384 rows of 2304 with what is passed on
+# takes 76 µs by 264 programs of 4 warps; of 8 warps 78, by 528 programs 80 to 91, by 1024 of 8 warps 82; two rows at
+# once 91 and more. That of 262144 gated rows of 128 takes 75 µs by 1056 programs; by 528 78, tiles of 4096 77 to 83.
 PROGRAMS = 264
-HEADS_PROGRAMS = 1056
+MORE_PROGRAMS = 1056
 STAGES = 3
 ROOM = 64 << 10
 
@@ -216,13 +216,13 @@ def backward(
     passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, gate and weight; `passed` is what x gets from elsewhere, which its own includes then."""
-    how = tile(x, elements=HEADS_TILE)
+    how = tile(x, elements=BACKWARD_TILE)
     dys, rows = matrix(dy), matrix(x)
     gates, others = (None if t is None else matrix(t) for t in (gate, passed))
     dx = x.new_empty(x.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     row_tiles = triton.cdiv(rows.shape[0], how["ROWS"])
-    tiles = max(1, triton.cdiv(row_tiles, HEADS_PROGRAMS if how["ROWS"] > 1 else PROGRAMS))
+    tiles = max(1, triton.cdiv(row_tiles, MORE_PROGRAMS if how["ROWS"] > 1 else PROGRAMS))
     programs = triton.cdiv(row_tiles, tiles)
     partial = None if weight is None else rstd.new_empty(programs, x.shape[-1])
     over(rms_norm_gradient_kernel, programs)(

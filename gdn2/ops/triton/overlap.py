@@ -42,18 +42,18 @@ def forward(x: Operands, table: Table, state: Tensor) -> tuple[Tensor, Tensor, F
     o, bounds = torch.empty_like(x.v), bounds_on(chunks, device)
     scanned, states = [*scans.scanned(f), table.start, table.length], [state]
     main, side, done = torch.cuda.current_stream(device), side_stream(device), torch.cuda.Event()
-    for i, (first, last) in enumerate(pieces(chunks)):
-        start, length, *factors = (t[first:last] for t in (*scanned[-2:], *f.tensors()))
-        intra.compute(x, start, length, factors, blocks=True, run=True)
-        done.record(main)
-        side.wait_event(done)
-        states.append(
-            torch.empty_like(state)
-        )  # none is given back while the second stream may use it
-        with torch.cuda.stream(side):
-            given = [*scanned[:-2], states[i], o, states[i + 1], *scanned[-2:], bounds[i]]
-            scan.forward(x, state.shape[0] * state.shape[1], given, run=True)
-    main.wait_stream(side)
+    try:
+        for i, (first, last) in enumerate(pieces(chunks)):
+            start, length, *factors = (t[first:last] for t in (*scanned[-2:], *f.tensors()))
+            intra.compute(x, start, length, factors, blocks=True, run=True)
+            done.record(main)
+            side.wait_event(done)
+            states.append(torch.empty_like(state))
+            with torch.cuda.stream(side):
+                given = [*scanned[:-2], states[i], o, states[i + 1], *scanned[-2:], bounds[i]]
+                scan.forward(x, state.shape[0] * state.shape[1], given, run=True)
+    finally:  # nothing is given back while the second stream may use it
+        main.wait_stream(side)
     return o, states[-1], f
 
 

@@ -27,7 +27,7 @@ def table_kernel(
     cu_seqlens_ptr, start_ptr, length_ptr, first_ptr, sequences, chunks,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of one sequence, behind those of all before it; the last program has those left over."""
+    """The chunks of one sequence, behind those of all before it, which it counts; the last program those left over."""
     sequence, places = tl.program_id(0), tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), tl.int64)
     for i in range(0, sequence, BLOCK):
@@ -41,6 +41,7 @@ def table_kernel(
     begin = tl.load(cu_seqlens_ptr + sequence, mask=known, other=0).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=known, other=0).to(tl.int64)
     last = tl.where(known, first + tl.cdiv(end - begin, SIZE), chunks)
+    last = tl.minimum(last, chunks)  # sequences that overlap would need more
     for chunk in range(first, last, BLOCK):
         inside = chunk + places < last
         start = begin + (chunk - first + places) * SIZE

@@ -58,9 +58,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def small(monkeypatch: pytest.MonkeyPatch, tile: int, programs: int) -> None:
-    for name, value in (("TILE", tile), ("PROGRAMS", programs)):
+    names = {"TILE": tile, "BACKWARD_TILE": tile, "PROGRAMS": programs, "MORE_PROGRAMS": programs}
+    for name, value in names.items():
         monkeypatch.setattr(kernels, name, value)
-        monkeypatch.setattr(kernels, f"HEADS_{name}", value)
 
 
 @pytest.fixture(autouse=True)
