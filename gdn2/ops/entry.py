@@ -23,7 +23,7 @@ def kernels_enter(x: Tensor, taps: Sequence[Tensor], l2_width: int) -> bool:
     """Whether all kernels can run on these operands, and are to be trusted."""
     if not all(kernels_take(x, weight, None, None, l2_width) for weight in taps):
         return False
-    return x.numel() > 0 and why_not("triton", x.device, x.dtype, ("gates",)) is None
+    return x.numel() > 0 and why_not("triton", x.device, x.dtype, ("gates", "rotary")) is None
 
 
 def mixer_inputs(
@@ -158,7 +158,7 @@ def rotated_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     with torch.cuda.device_of(joined):
         for d, part in zip(grads[:2], (q_part, k_part), strict=True):
             kernels.turn(d, *angles(cos, sin), part, back=True)
-    v_part.copy_(grads[2])
+        kernels.copy_rows(grads[2], v_part)
     return joined
 
 
@@ -207,7 +207,7 @@ def entry_gradient(
         d_gates, made: gradients of b and w, and these.
         others: gradients of what further maps made.
     """
-    from gdn2.ops.triton import conv_launch  # noqa: PLC0415 (optional dependency)
+    from gdn2.ops.triton import conv_launch, rotary  # noqa: PLC0415 (optional dependency)
     from gdn2.ops.triton import gates as kernels  # noqa: PLC0415
 
     widths = [z.shape[-1] for z in (*inputs, *made, *others)]
@@ -224,8 +224,8 @@ def entry_gradient(
         gate_part = joined.narrow(1, sum(widths[:CONVOLVED]), sum(widths[CONVOLVED:at]))
         db, dw = d_gates
         kernels.backward(db, made[0], dw, made[1], erase_range, gate_part)
-    for part, dy in zip(parts[at:], others, strict=True):
-        part.copy_(rows_of(dy))
+        for part, dy in zip(parts[at:], others, strict=True):
+            rotary.copy_rows(rows_of(dy).contiguous(), part)
     return joined, *d_taps  # type: ignore[return-value]
 
 

@@ -308,6 +308,9 @@ def check_rotary(device: torch.device, dtype: torch.dtype) -> Pairs:
         rotary.turn(x.flatten(0, 1).to(device), cos, sin, to[:, 8:], back=False)
         again = torch.empty_like(to)
         rotary.turn(to[:, 8:], cos, sin, again[:, :-8], back=True)
+        copied = torch.zeros_like(to)
+        rotary.copy_rows(to[:, 8:], copied[:, :-8])
+        found[f"copied, {name}"] = (copied, pad(right.flatten(0, 1).flatten(1), (0, 8)))
         found[f"turned, {name}"] = (to, pad(right.flatten(0, 1).flatten(1), (8, 0)))
         found[f"back, {name}"] = (again[:, :-8], x.double().flatten(0, 1))
     return found

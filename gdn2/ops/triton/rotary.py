@@ -1,4 +1,7 @@
-"""Rotary embedding of queries and keys as a kernel, which also turns their gradients back (`gdn2.ops.entry`)."""
+"""Rotary embedding of queries and keys as a kernel, which also turns their gradients back (`gdn2.ops.entry`).
+
+Beside it one that copies rows to where others lie apart, of which torch copies two bytes at once.
+"""
 
 import torch
 import triton
@@ -9,6 +12,7 @@ from gdn2.ops.triton.ahead import over
 
 TILE = 2048  # elements of one half of the channels: of half precision 16 bytes twice for each thread of four warps
 WARPS = 4
+MOST_COLS = 256  # of rows that are copied
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
@@ -31,6 +35,20 @@ def rotary_kernel(
     tl.store(place + HALF, (a * sin + b * cos).to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def copy_rows_kernel(
+    x_ptr, y_ptr, count, x_stride, y_stride,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of some rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (rows < count)[:, None] & (cols < WIDTH)[None, :]
+    places = rows.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + places * x_stride + cols[None, :], mask=inside)
+    tl.store(y_ptr + places * y_stride + cols[None, :], x, mask=inside)
+
+
 def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, back: bool) -> None:
     """Store x [tokens, channels] turned, or turned back, in y, both with channels next to each other.
 
@@ -43,4 +61,14 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, back: bool) -> None:
     over(rotary_kernel, triton.cdiv(x.shape[0], rows), x.shape[1] // (2 * half))(
         x, cos, sin, y, x.shape[0], length, x.stride(0), y.stride(0), -1.0 if back else 1.0,
         HALF=half, COLS=cols, ROWS=rows, ACC=accumulate, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def copy_rows(x: Tensor, y: Tensor) -> None:
+    """Store x [rows, width] in y, both with columns next to each other."""
+    cols = min(MOST_COLS, triton.next_power_of_2(x.shape[1]))
+    rows = max(1, 2 * TILE // cols)
+    over(copy_rows_kernel, triton.cdiv(x.shape[0], rows), triton.cdiv(x.shape[1], cols))(
+        x, y, x.shape[0], x.stride(0), y.stride(0),
+        WIDTH=x.shape[1], COLS=cols, ROWS=rows, num_warps=WARPS,
     )  # fmt: skip

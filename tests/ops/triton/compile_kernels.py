@@ -20,7 +20,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import conv_launch, launch, plain, ranks, stages, swiglu, table
+from gdn2.ops.triton import (
+    conv_launch,
+    gates,
+    launch,
+    plain,
+    ranks,
+    rotary,
+    squares,
+    stages,
+    swiglu,
+    table,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
@@ -121,11 +132,22 @@ def run_ranks(dtype: torch.dtype) -> None:
         ranks.backward(v, given)
 
 
+def run_entry(dtype: torch.dtype) -> None:
+    """What lies between the maps of the 1.3B models' mixers and the rule or attention, and sums of squares."""
+    x, cos = torch.zeros(2, 2304, dtype=dtype), torch.zeros(2, 64)
+    joined = torch.zeros(2, 3 * 2304, dtype=dtype)
+    gates.forward(x, x, 1.0)
+    gates.backward(x, x, x, x, 1.0, joined[:, 2304:])
+    rotary.turn(x, cos, cos, joined[:, 2304:4608], back=True)
+    rotary.copy_rows(x, joined[:, 4608:])
+    squares.sum_of_squares([x, joined])
+
+
 def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, plain, conv_launch, swiglu, ranks, table)
+        for module in (stages, plain, conv_launch, swiglu, ranks, table, gates, rotary, squares)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -146,6 +168,8 @@ def main(wanted: str, *cases: str) -> None:
         run_convolution(DTYPES[dtype], int(width))
         run_activation(DTYPES[dtype])
         run_ranks(DTYPES[dtype])
+        if dtype != "fp16":
+            run_entry(DTYPES[dtype])
     print(json.dumps(rows))
 
 

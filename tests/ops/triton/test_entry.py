@@ -37,6 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs along every axis."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
     monkeypatch.setattr(rotary_kernels, "TILE", 16)
+    monkeypatch.setattr(rotary_kernels, "MOST_COLS", 8)
     monkeypatch.setattr(conv_launch, "SEGMENT", 8)
 
 

@@ -68,7 +68,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (ranks, "rank_reads", "rank_reads_gradient"),
     "table": (table, "table"),
     "gates": (gates, "gates", "gates_gradient"),
-    "rotary": (rotary, "rotary"),
+    "rotary": (rotary, "rotary", "copy_rows"),
     "squares": (squares, "squares"),
     "plain_gradient": (plain, "states", "plain_gradient"),
 }
@@ -202,6 +202,17 @@ def test_reads_of_ranks_compile(targets: tuple[int, ...], tmp_path: Path) -> Non
     cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
     rows = compile_kernels("rank_reads,rank_reads_gradient", cases, tmp_path)
     assert len(rows) == 4 * len(cases)
+    check_compiled(rows)
+
+
+@HOPPER_AND_OTHERS
+def test_what_lies_between_maps_and_rule_compiles(targets: tuple[int, ...], tmp_path: Path) -> None:
+    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
+    kernels = ("table", "gates", "gates_gradient", "rotary", "copy_rows", "squares")
+    rows = compile_kernels(",".join(kernels), cases, tmp_path)
+    for case in cases:
+        compiled = {name.removesuffix("_kernel") for c, name, _ in rows if c == case}
+        assert compiled == set(kernels)
     check_compiled(rows)
 
 
