@@ -26,10 +26,9 @@ class CudaError(RuntimeError):
 
 
 @cache
-def compiler() -> ctypes.CDLL:
-    """NVRTC of torch's CUDA version: loaded already, in the linker's path, or where its package puts it."""
-    major = str(torch.version.cuda).split(".")[0]
-    name = f"libnvrtc.so.{major}"
+def torch_library(name: str) -> ctypes.CDLL:
+    """One of torch's CUDA version: loaded already, in the linker's path, or where its package puts it."""
+    name = f"lib{name}.so.{str(torch.version.cuda).split('.')[0]}"
     packages = Path(torch.__file__).parent.parent / "nvidia"
     for place in (name, *sorted(map(str, packages.glob(f"*/lib/{name}")))):
         try:
@@ -37,6 +36,11 @@ def compiler() -> ctypes.CDLL:
         except OSError:
             continue
     raise CudaError(f"{name} is not to be found")
+
+
+def compiler() -> ctypes.CDLL:
+    """NVRTC."""
+    return torch_library("nvrtc")
 
 
 @cache

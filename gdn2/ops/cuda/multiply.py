@@ -7,13 +7,12 @@ the fastest is the one that takes the least energy, which that rule does not kno
 import ctypes
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.build import CudaError
+from gdn2.ops.cuda.build import CudaError, torch_library
 
 BF16, FP32, SUMS_IN_FP32 = 14, 0, 68  # CUDA_R_16BF, CUDA_R_32F, CUBLAS_COMPUTE_32F
 FIRST_TURNED, SECOND_TURNED = 3, 4  # CUBLASLT_MATMUL_DESC_TRANSA and TRANSB
@@ -83,23 +82,13 @@ def _stride(x: Tensor) -> tuple[bool, int] | None:
     return None
 
 
-@cache
 def library() -> ctypes.CDLL:
-    """The library of torch's CUDA version: loaded already, in the linker's path, or where its package puts it."""
-    name = f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}"
-    packages = Path(torch.__file__).parent.parent / "nvidia"
-    for place in (name, *sorted(map(str, packages.glob(f"*/lib/{name}")))):
-        try:
-            found = ctypes.CDLL(place)
-        except OSError:
-            continue
-        found.cublasLtGetVersion.restype = c_size_t
-        return found
-    raise CudaError(f"{name} is not to be found")
+    """CuBLASLt."""
+    return torch_library("cublasLt")
 
 
 def library_version() -> int:
-    """As the library says it."""
+    """As the library says it, in a size_t whose upper half is empty."""
     return int(library().cublasLtGetVersion())
 
 

@@ -101,10 +101,10 @@ def test_what_the_compiler_says_is_passed_on(compiler: Compiler) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "99.1")
-    build.compiler.cache_clear()
+    build.torch_library.cache_clear()
     with pytest.raises(build.CudaError, match=r"libnvrtc\.so\.99 is not to be found"):
         build.compiler()
-    build.compiler.cache_clear()
+    build.torch_library.cache_clear()
 
 
 SIZES = {"HEADS": 16, "D": 128, "B_WIDTH": 128, "W_WIDTH": 128, "PROGRAMS": 2}
