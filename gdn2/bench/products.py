@@ -20,7 +20,7 @@ from gdn2.bench.timing import synchronize
 from gdn2.bench.trainers import Plan, Shape, own_trainer, random_batch
 from gdn2.models.presets import preset as find_preset
 from gdn2.ops.cuda.build import CudaError
-from gdn2.ops.cuda.multiply import Problem, Way, multiplier
+from gdn2.ops.cuda.multiply import Problem, Way, library_version, multiplier
 from gdn2.ops.products import counting
 from gdn2.training.world import World
 
@@ -44,10 +44,16 @@ class Choice(NamedTuple):
         return self._asdict() | named
 
 
-def require_gpu(device: torch.device) -> None:
-    """Refuse a device without the library."""
+def check(device: torch.device, seconds: float) -> None:
+    """Refuse a device without the library, and no time."""
     if device.type != "cuda":
         raise ValueError(f"device: got {device.type}, expected cuda, whose library is asked")
+    if not seconds > 0:
+        raise ValueError(f"seconds: got {seconds}, expected more than 0")
+    try:
+        library_version()
+    except CudaError as missing:
+        raise ValueError(f"device: got {device}, expected its library, but {missing}") from None
 
 
 def met_in_a_step(plan: Plan, name: str, shape: Shape) -> Counter[Problem]:

@@ -124,13 +124,13 @@ def products(
     The GPU's library knows several ways for each product; the fastest of them is kept for later training on this
     machine, where it is faster than torch's. Results may differ from torch's in their last bits.
     """
-    from gdn2.bench.products import choices, met_in_a_step, render, require_gpu
+    from gdn2.bench.products import check, choices, met_in_a_step, render
     from gdn2.bench.timing import find_device
     from gdn2.bench.training import read_plan
     from gdn2.ops import products as kept
 
     where = find_device(device)
-    require_gpu(where)
+    check(where, seconds)
     if forget:
         typer.echo(f"nothing is chosen any more: {kept.forget(where)}")
         return

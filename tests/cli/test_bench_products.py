@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +101,22 @@ def test_longest_first_and_a_table(timed: list[str | None]) -> None:
     assert "of a step: 12000.0 ms by torch, 7000.0 ms as chosen" in lines
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_a_gpu_without_the_library_or_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise CudaError("libcublasLt.so.0 is not to be found")
+
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"^seconds: got 0, expected more than 0$"):
+        bench.check(gpu, 0)
+    monkeypatch.setattr(bench, "library_version", missing)
+    reason = r"^device: got cuda, expected its library, but libcublasLt.so.0 is not to be found$"
+    with pytest.raises(ValueError, match=reason):
+        bench.check(gpu, 0.1)
+    monkeypatch.setattr(bench, "library_version", lambda: 130100)
+    bench.check(gpu, 0.1)
+
+
+def test_mistakes_are_one_line() -> None:
     invoke: Callable[..., Any] = CliRunner().invoke
     done = invoke(app, ["bench", "products", "--device", "cpu"])
     assert done.exit_code == 2

@@ -1,9 +1,6 @@
 """The launch table: complete, small enough for every GPU, and replaceable; each kernel checked and tuned by itself."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -145,97 +142,6 @@ def test_few_programs_are_spread(heads: int, values: int, expected: int) -> None
     """Over 132 multiprocessors."""
     how = launch.spread(Launch(256, 64, 4, 3), Scan(64, 128, 2, values, heads), 132)
     assert how == Launch(256, expected, 4, 3)
-
-
-def compile_kernels(kernels: str, cases: list[str], cache: Path) -> list[tuple[str, str, Any]]:
-    """Compile in a process that does not interpret."""
-    command = [sys.executable, "-m", "tests.ops.triton.compile_kernels", kernels, *cases]
-    env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [(case, kernel, result) for case, kernel, result in json.loads(done.stdout)]
-
-
-def check_compiled(rows: list[tuple[str, str, Any]]) -> None:
-    """Every kernel was compiled, fits, and a scan takes no more than estimated."""
-    for case, name, result in rows:
-        assert isinstance(result, int), f"{name} at {case}: {result}"
-        target, dtype, width, chunk = case.split(",")
-        architecture = divmod(int(target), 10)
-        assert result <= ARCHITECTURES[architecture].shared_memory, (case, name)
-        if (kernel := name.removesuffix("_kernel")) in SCANS:
-            scan = Scan(int(chunk), int(width), 4 if dtype == "fp32" else 2, int(width), heads=64)
-            how = row(kernel, architecture, scan)
-            assert result <= launch.scan_bytes(how, scan, architecture), (case, name)
-
-
-def test_scans_compile(tmp_path: Path) -> None:
-    """For each kind of matrix product."""
-    cases = [f"{target},bf16,128,64" for target in (86, 90, 100)]
-    rows = compile_kernels("scan,scan_reverse", cases, tmp_path)
-    assert len(rows) == 3 * len(cases)  # the scan is launched for the forward and for the backward
-    check_compiled(rows)
-
-
-def test_the_gradient_of_a_convolution_is_loaded_ahead(tmp_path: Path) -> None:
-    """An input and a gradient a step, which wait in shared memory: the rest of the window stays in registers."""
-    [(_, _, shared)] = compile_kernels("convolve_gradient", ["90,bf16,128,64"], tmp_path)
-    waiting = (conv_launch.STAGES - 1) * conv_launch.UNROLL * 2
-    assert shared == waiting * conv_launch.BACKWARD_TILE * 2
-
-
-def test_the_gradient_of_an_activation_compiles(tmp_path: Path) -> None:
-    """Each number meets its own only: nothing is shared."""
-    cases = [f"{target},{dtype},128,64" for target in (86, 90, 100) for dtype in ("bf16", "fp32")]
-    rows = compile_kernels("swiglu_gradient", cases, tmp_path)
-    assert rows == [(case, "swiglu_gradient_kernel", 0) for case in cases]
-
-
-HOPPER_AND_OTHERS = pytest.mark.parametrize(
-    "targets", [(90,), pytest.param((80, 86, 100, 120), marks=pytest.mark.slow)], ids=str
-)
-
-
-@HOPPER_AND_OTHERS
-def test_reads_of_ranks_compile(targets: tuple[int, ...], tmp_path: Path) -> None:
-    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    rows = compile_kernels("rank_reads,rank_reads_gradient", cases, tmp_path)
-    assert len(rows) == 4 * len(cases)
-    check_compiled(rows)
-
-
-@HOPPER_AND_OTHERS
-def test_what_lies_between_maps_and_rule_compiles(targets: tuple[int, ...], tmp_path: Path) -> None:
-    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    kernels = ("table", "gates", "gates_gradient", "rotary", "copy_rows", "squares")
-    rows = compile_kernels(",".join(kernels), cases, tmp_path)
-    for case in cases:
-        compiled = {name.removesuffix("_kernel") for c, name, _ in rows if c == case}
-        assert compiled == set(kernels)
-    check_compiled(rows)
-
-
-@HOPPER_AND_OTHERS
-def test_the_backward_without_an_erase_gate_compiles(
-    targets: tuple[int, ...], tmp_path: Path
-) -> None:
-    """For each architecture, with and without room for the whole of a tile."""
-    cases = [f"{target},bf16,{width},64" for target in targets for width in (64, 48)]
-    rows = compile_kernels("states,plain_gradient", cases, tmp_path)
-    assert len(rows) == 2 * len(cases)
-    check_compiled(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_all_kernels_compile(architecture: tuple[int, int], tmp_path: Path) -> None:
-    target = "{}{}".format(*architecture)
-    usual = [f"{target},{sizes}" for sizes in ("bf16,128,64", "bf16,256,64", "fp32,128,64")]
-    rows = compile_kernels("all", usual, tmp_path)
-    assert len(rows) == (len(KERNELS) + 1) * len(usual)
-    large = [f"{target},{sizes}" for sizes in ("bf16,128,128", "bf16,256,128", "fp32,256,64")]
-    check_compiled(rows + compile_kernels("scan,scan_reverse", large, tmp_path))
 
 
 def test_a_row_is_overridden_for_a_while() -> None:
