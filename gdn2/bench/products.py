@@ -6,8 +6,11 @@ fastest is the one that takes the least energy.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +23,15 @@ from gdn2.bench.timing import synchronize
 from gdn2.bench.trainers import Plan, Shape, own_trainer, random_batch
 from gdn2.models.presets import preset as find_preset
 from gdn2.ops.cuda.build import CudaError
-from gdn2.ops.cuda.multiply import Problem, Way, library_version, multiplier
+from gdn2.ops.cuda.multiply import Multiplier, Problem, Way, library_version, multiplier
 from gdn2.ops.products import counting
 from gdn2.training.world import World
 
 LEAST_FLOPS = 1e10  # of a product; smaller ones take a few microseconds
+VARIED = 2  # proposals, the library's first ones, of which other tiles and options are tried
+SLOW = 1.2  # times the fastest so far: of ways that take longer a look is enough
+SHORTER = 5  # parts of the time that the best ways get; all others get one
+FINALISTS = 6
 WORTH = 0.995  # a way that takes a larger part of torch's time is not worth a choice
 ROUNDING = 1e-2  # of bf16 results that were summed up in different orders, and far from wrong ones
 
@@ -85,17 +92,16 @@ def choices(met: Counter[Problem], device: torch.device, seconds: float) -> Iter
 
 
 def best_way(problem: Problem, calls: int, device: torch.device, seconds: float) -> Choice:
-    """Time all ways twice, the second time in the opposite order."""
+    """Try all ways shortly; time torch's and the best of them twice, the second time in the opposite order."""
     a, b = draw(problem, device)
     out = a.new_empty(problem.rows, problem.columns)
     usual: Callable[[], object] = partial(torch.mm, a, b, out=out)
     usual()
     right, multiply = out.clone(), multiplier(problem, device)
+    tried = {way: partial(multiply, a, b, out, way) for way in candidates(multiply)}
+    fast = (w for w in by_speed(tried, device, seconds / SHORTER) if is_right(tried[w], out, right))
     runs: dict[Way | None, Callable[[], object]] = {None: usual}
-    for way in dict.fromkeys(multiply.ways()):
-        run = partial(multiply, a, b, out, way)
-        if is_right(run, out, right):
-            runs[way] = run
+    runs |= {way: tried[way] for way in islice(fast, FINALISTS)}
     took = dict.fromkeys(runs, 0.0)
     for order in ([*runs], [*runs][::-1]):
         for key in order:
@@ -105,13 +111,32 @@ def best_way(problem: Problem, calls: int, device: torch.device, seconds: float)
     return Choice(problem, calls, took[None], took[best], best)
 
 
+def candidates(multiply: Multiplier) -> list[Way]:
+    """What the library proposes, then variants of its first proposals."""
+    proposed = multiply.ways()
+    varied = (variant for way in proposed[:VARIED] for variant in multiply.variants(way))
+    return [*dict.fromkeys([*proposed, *varied])]
+
+
+def by_speed(
+    runs: Mapping[Way, Callable[[], object]], device: torch.device, seconds: float
+) -> list[Way]:
+    """Ways that work and are not slow, the fastest first."""
+    took: dict[Way, float] = {}
+    for way, run in runs.items():
+        with suppress(CudaError):
+            run()  # brings the kernel to the GPU
+            once = _timed(run, 2, device) / 2
+            if once < SLOW * min(took.values(), default=inf):
+                calls = max(2, int(seconds / once))
+                took[way] = _timed(run, calls, device) / calls
+    return sorted(took, key=lambda way: took[way])
+
+
 def is_right(run: Callable[[], object], out: Tensor, right: Tensor) -> bool:
-    """Whether a way works, and gives what torch's gives, up to rounding."""
+    """Whether a way gives what torch's gives, up to rounding."""
     out.zero_()
-    try:
-        run()
-    except CudaError:
-        return False
+    run()
     return bool((out.float() - right.float()).norm() < ROUNDING * right.float().norm())
 
 

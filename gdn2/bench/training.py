@@ -34,7 +34,8 @@ DEFAULTS = {  # presets, shapes and weights
     "cuda": (("gdn2-1.3b-hybrid",), SHAPES, "bf16"),
 }
 WEIGHTS = ("bf16", "fp32")
-WARMUP = {"cpu": 2, "cuda": 10}  # a GPU is slower warm: the first shape would be the fastest
+WARMUP = {"cpu": 2, "cuda": 10}
+FIRST_WARMUP = {"cpu": 2, "cuda": 30}  # a GPU is slower warm: the first shape would be the fastest
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Contest:
         self.trainers: dict[str, Trainer | TwinTrainer] = {}
         self.broken: dict[str, str] = {}  # variants that fail for other reasons than memory
         self.is_crowded = False
+        self.is_warm = False
 
     def time(self, shape: Shape) -> list[Row]:
         """A row for each variant."""
@@ -173,11 +175,13 @@ class Contest:
 
     def _measure(self, shape: Shape, names: list[str]) -> list[Row]:
         self.release(keep=names)
-        plan, warm = self.plan, WARMUP[self.plan.device.type]
+        plan = self.plan
+        warm = (WARMUP if self.is_warm else FIRST_WARMUP)[plan.device.type]
         batch = random_batch(shape, self.config.vocab_size, plan.device)
         first = {name: self._first_step(name, batch) for name in names}
         calls = {name: partial(self.trainers[name].step, batch) for name in names}
         steps = measure_together(calls, plan.device, warmup=warm, seconds=0, least=plan.steps)
+        self.is_warm = True
         return [self._row(shape, name, steps[name], *first[name]) for name in names]
 
     def _first_step(self, name: str, batch: Batch) -> tuple[float, float]:

@@ -112,7 +112,7 @@ def products(
         list[str] | None,
         typer.Option(help="BxT: batch and length of a step; by default 4x4096. Repeatable."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="To spend on each way, twice.")] = 0.2,
+    seconds: Annotated[float, typer.Option(help="To spend on each of the best ways, twice.")] = 0.2,
     device: Device = None,
     forget: Annotated[
         bool, typer.Option("--forget", help="Leave all products to torch again, and time nothing.")

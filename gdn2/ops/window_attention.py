@@ -1,4 +1,4 @@
-"""Attention over a sliding window by two causal calls of the device's own attention kernels.
+"""Attention over a sliding window: by cuDNN where it can be told of windows, else by two of the device's causal calls.
 
 Cut into blocks as long as the window, a query sees the keys of its own block up to itself, a lower triangle, and those
 of the block before it that come after its own place, a strictly upper one. Read backwards, and with its rows moved by
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gdn2.ops.backends import why_not
+from gdn2.ops.cuda import band
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -54,31 +55,36 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float)
 # memory of training, since they never compute anew what a kernel needs in memory.
 @torch.library.custom_op("gdn2::window_attention", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Output, and logarithms of the normalisers [batch, blocks, heads, window].
+    """Output, and logarithms of the normalisers [batch, heads, length], which are the same in either way.
 
-    Inside, tensors are [batch, blocks, window, heads, d].
+    In the way of triangles, tensors are [batch, blocks, window, heads, d].
     """
+    known = band.attend(q, k, v, window, scale)
+    if known is not None:
+        return known
     q, k, v = (x.unflatten(1, (-1, window)) for x in (q, k, v))
     y, log = _causal(q, k, v, scale)
     before, before_log = _causal(*_upper(q, k, v), scale)
     _join(y[:, 1:], log[:, 1:], before, before_log)
-    return y.flatten(1, 2), log
+    return y.flatten(1, 2), log.transpose(1, 2).flatten(2)
 
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    log = q.new_empty(batch, length // window, heads, window, dtype=dtype)
-    return q.new_empty(q.shape), log
+    return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=dtype)
 
 
 @torch.library.custom_op("gdn2::window_attention_backward", mutates_args=())
 def _differentiate(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    window = log.shape[-1]
+    known = band.differentiate(dy, q, k, v, y, log, window, scale)
+    if known is not None:
+        return known
+    log = log.unflatten(2, (-1, window)).transpose(1, 2).contiguous()
     dy, q, k, v, y = (x.unflatten(1, (-1, window)) for x in (dy, q, k, v, y))
     dq, dk, dv = _causal_backward(dy, q, k, v, y, log, scale)
     back = torch.arange(window - 2, -2, -1, device=q.device) % window
@@ -94,14 +100,14 @@ def _differentiate(
 
 @_differentiate.register_fake
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _window, ctx.scale = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -109,7 +115,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy: Tensor | None, _d_log: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 5
-    return *_differentiate(dy, *ctx.saved_tensors, ctx.scale), None, None
+    return *_differentiate(dy, *ctx.saved_tensors, *ctx.options), None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)

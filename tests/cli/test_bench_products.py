@@ -21,15 +21,20 @@ from gdn2.ops.cuda.multiply import Problem, Way, problem_of
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(6, 3, 4, True, False, 8, 5)
-WAYS = {name: Way(name, 0) for name in ("slow", "fast", "wrong", "broken")}
-SECONDS = {"slow": 3.0, "fast": 1.0, "wrong": 0.1, "broken": 0.1, None: 2.0}
+WAYS = {name: Way(name, 0) for name in ("other", "fair", "slow", "fast", "wrong", "broken")}
+SECONDS = {
+    "other": 1.1, "fair": 1.2, "slow": 3.0, "fast": 1.0, "wrong": 0.95, "broken": 0.1, None: 2.0
+}  # fmt: skip
 
 
 class Fake:
     """In place of the library."""
 
     def ways(self) -> list[Way]:
-        return [*WAYS.values(), WAYS["slow"]]
+        return [WAYS[name] for name in ("fair", "broken", "wrong", "slow")]
+
+    def variants(self, way: Way) -> list[Way]:
+        return [way] + [WAYS[name] for name in ("fast", "other") if way is WAYS["fair"]]
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, way: Way) -> None:
         if way.algorithm == "broken":
@@ -42,27 +47,32 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Times that stand for the ways, and the order in which they were asked for."""
     asked: list[str | None] = []
 
-    def sustained(run: Any, device: torch.device, seconds: float) -> float:
+    def timed(run: Any, calls: int, device: torch.device) -> float:
         name = run.args[-1].algorithm if run.func is not torch.mm else None
         asked.append(name)
-        return SECONDS[name]
+        return calls * SECONDS[name]
 
     monkeypatch.setattr(bench, "multiplier", lambda problem, device: Fake())
-    monkeypatch.setattr(bench, "sustained", sustained)
+    monkeypatch.setattr(bench, "_timed", timed)
+    monkeypatch.setattr(bench, "FINALISTS", 2)
     return asked
 
 
 def test_the_fastest_that_is_right(timed: list[str | None]) -> None:
     found = bench.best_way(PROBLEM, 7, CPU, 0.1)
     assert found == bench.Choice(PROBLEM, 7, 2.0, 1.0, WAYS["fast"])
-    assert timed == [None, "slow", "fast", "fast", "slow", None]
+    tried = [name for name in ("fair", "wrong", "slow", "fast", "other") for _ in "12"]
+    tried.remove("slow")  # after a look
+    finals: list[str | None] = [None, "fast", "other", "other", "fast", None]
+    assert timed == tried + [name for name in finals for _ in "123"]
     assert found.as_json()["way"] == {"algorithm": "fast", "workspace": 0}
 
 
 def test_torch_is_kept_where_nothing_is_gained(
     timed: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SECONDS, "fast", 1.999)
+    for name in ("fair", "fast", "other"):
+        monkeypatch.setitem(SECONDS, name, 1.999)
     found = bench.best_way(PROBLEM, 7, CPU, 0.1)
     assert (found.way, found.best_seconds, found.as_json()["way"]) == (None, 2.0, None)
 

@@ -1,4 +1,4 @@
-"""Sliding windows on a GPU, by two triangles where they fit, against fp64."""
+"""Sliding windows on a GPU, by cuDNN's own and by two triangles, against fp64."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gdn2.ops import attention as module
 from gdn2.ops.attention import attention
+from gdn2.ops.cuda import band
 from gdn2.ops.window_attention import on_hopper, window_attention
 from tests.closeness import relative_error
 
@@ -19,24 +20,37 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 WINDOW, HEADS = 128, 3
 
 
-def draw(length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+@pytest.fixture(params=["cudnn", "triangles"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How windows are attended to."""
+    if request.param == "triangles":
+        monkeypatch.setattr(band, "frontend", lambda: None)
+    elif band.frontend() is None:
+        pytest.skip("nvidia-cudnn-frontend is not installed")
+    return str(request.param)
+
+
+def draw(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, the last a part of a larger tensor, as a joint product leaves it."""
     torch.manual_seed(0)
     all_three = torch.randn(2, length, 3 * HEADS * width, device="cuda").to(dtype)
     q, k, v = (x.unflatten(-1, (HEADS, width)) for x in all_three.chunk(3, -1))
-    return [x.requires_grad_() for x in (q.contiguous(), k.contiguous(), v)]
+    return q.contiguous().requires_grad_(), k.contiguous().requires_grad_(), v.requires_grad_()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(q, k, v, window=WINDOW)[0]
 
 
-def literal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def literal(
+    q: Tensor, k: Tensor, v: Tensor, window: int = WINDOW, scale: float | None = None
+) -> Tensor:
     """In fp64, with a mask."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     at = torch.arange(q.shape[2], device=q.device)
     ago = at[:, None] - at
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill((ago < 0) | (ago >= WINDOW), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill((ago < 0) | (ago >= window), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -44,8 +58,10 @@ def literal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_values_and_gradients(
-    dtype: torch.dtype, width: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, width: int, compiled: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    band.forward_plan.cache_clear()
+    band.backward_plan.cache_clear()
     taken: list[int] = []
 
     def counted(*given: object) -> Tensor:
@@ -62,9 +78,35 @@ def test_values_and_gradients(
     for actual, expected in zip(*results, strict=True):
         assert relative_error(actual.double(), expected) < TOLERANCE[dtype]
     assert bool(taken) == on_hopper(x[0].device)
+    by_cudnn = way == "cudnn" and on_hopper(x[0].device)
+    for plan in (band.forward_plan, band.backward_plan):
+        assert (plan.cache_info().currsize > 0) == by_cudnn
 
 
-def test_gradients_of_a_sum() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_cudnn_takes_any_length(exact: bool, way: str) -> None:
+    """Windows that do not divide it, and gradients that are the same each time if asked for."""
+    x = draw(1000, 128, torch.bfloat16)
+    dy = torch.randn_like(x[0])
+    torch.use_deterministic_algorithms(exact)
+    try:
+        found = band.attend(*x, 300, 0.1)
+        if found is None:
+            assert way == "triangles"
+            return
+        grads = [band.differentiate(dy, *x, *found, 300, 0.1) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert grads[0] is not None and grads[1] is not None
+    y = literal(*x, window=300, scale=0.1)
+    expected = [y, *torch.autograd.grad(y, x, dy.double())]
+    for actual, right in zip((found[0], *grads[0]), expected, strict=True):
+        assert relative_error(actual.double(), right) < TOLERANCE[torch.bfloat16]
+    if exact:
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_gradients_of_a_sum(way: str) -> None:
     """They are one number, read by everyone."""
     x = draw(2 * WINDOW, 64, torch.bfloat16)
     results = [torch.autograd.grad(f(*x).sum(), x) for f in (attend, literal)]

@@ -52,7 +52,7 @@ def test_operators_are_as_torch_demands() -> None:
     torch.library.opcheck(ops.window_attention.default, (*leaves(q, k, v), 4, 0.3))
     q, k, v = (x.detach() for x in (q, k, v))
     y, log = ops.window_attention(q, k, v, 4, 0.3)
-    torch.library.opcheck(ops.window_attention_backward.default, (y + 1, q, k, v, y, log, 0.3))
+    torch.library.opcheck(ops.window_attention_backward.default, (y + 1, q, k, v, y, log, 4, 0.3))
 
 
 def test_which_calls_fit() -> None:

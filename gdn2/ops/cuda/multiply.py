@@ -5,7 +5,7 @@ the fastest is the one that takes the least energy, which that rule does not kno
 """
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import NamedTuple
 
@@ -21,6 +21,11 @@ WORKSPACE, ALIGNMENT = 32 << 20, 16  # bytes
 # products in parts, sums stay in fp32 (CUBLASLT_REDUCTION_SCHEME_INPLACE and _COMPUTE_TYPE)
 PREFERENCES = ((1, 8, WORKSPACE), (3, 4, 1 | 2), *((name, 4, ALIGNMENT) for name in range(5, 9)))
 PROPOSALS = 32  # more than it makes
+TILE, OPTION = (
+    1,
+    5,
+)  # CUBLASLT_ALGO_CONFIG_TILE_ID and _CUSTOM_OPTION: which tiles, and how they follow one another
+TILES, LARGEST_OPTION = 6, 7  # CUBLASLT_ALGO_CAP_TILE_IDS and _CUSTOM_OPTION_MAX
 
 
 class Problem(NamedTuple):
@@ -143,9 +148,30 @@ class Multiplier:
         proposals = [proposal for proposal in known if proposal.status == 0]
         return [Way(bytes(x.algorithm).hex(), int(x.workspace)) for x in proposals]
 
+    def variants(self, way: Way) -> list[Way]:
+        """The same with other tiles, and with other values of its option, as far as the library can."""
+        largest = _known(way, LARGEST_OPTION)
+        options = range(largest[0] + 1) if largest else ()
+        changes = [(TILE, tile) for tile in _known(way, TILES)] + [(OPTION, x) for x in options]
+        found = (self._changed(way, name, value) for name, value in changes)
+        return [variant for variant in found if variant is not None]
+
+    def _changed(self, way: Way, name: int, value: int) -> Way | None:
+        algorithm, number, checked = _algorithm(way), c_uint32(value), Proposal()
+        done = library().cublasLtMatmulAlgoConfigSetAttribute(
+            byref(algorithm), name, byref(number), c_size_t(4)
+        )
+        b, a, c = self.layouts
+        known = done or library().cublasLtMatmulAlgoCheck(
+            self.handle, self.description, b, a, c, c, byref(algorithm), byref(checked)
+        )
+        if known or checked.status or checked.workspace > WORKSPACE:
+            return None
+        return Way(bytes(algorithm).hex(), int(checked.workspace))
+
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, way: Way) -> None:
         """Store a @ b in out, which lies by rows without gaps."""
-        algorithm = (c_uint64 * 8).from_buffer_copy(bytes.fromhex(way.algorithm))
+        algorithm = _algorithm(way)
         workspace = a.new_empty(way.workspace, dtype=torch.uint8)
         one, none = c_float(1), c_float(0)
         b_layout, a_layout, c_layout = self.layouts
@@ -163,6 +189,20 @@ class Multiplier:
 def multiplier(problem: Problem, device: torch.device) -> Multiplier:
     """The one of a problem."""
     return Multiplier(problem, device)
+
+
+def _algorithm(way: Way) -> "ctypes.Array[c_uint64]":
+    return (c_uint64 * 8).from_buffer_copy(bytes.fromhex(way.algorithm))
+
+
+def _known(way: Way, name: int) -> list[int]:
+    """What an algorithm says of itself: numbers of 32 bits."""
+    algorithm, size = _algorithm(way), c_size_t()
+    ask = library().cublasLtMatmulAlgoCapGetAttribute
+    ask(byref(algorithm), name, None, c_size_t(0), byref(size))
+    numbers = (c_uint32 * (size.value // 4))()
+    failed = ask(byref(algorithm), name, numbers, c_size_t(ctypes.sizeof(numbers)), byref(size))
+    return [] if failed else [*numbers]
 
 
 def _layout(rows: int, columns: int, stride: int) -> c_void_p:
