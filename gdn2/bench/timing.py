@@ -43,6 +43,7 @@ OPTIONAL = {
     "wonderwords": "eval",
     "matplotlib": "plot",
     "tensorboard": "track",
+    "nvidia-cudnn-frontend": "cudnn",
     "fla-core": "bench",
     "einops": "bench",
 }
