@@ -122,10 +122,10 @@ def window_part(device: torch.device) -> Part:
     if device.type != "cuda":
         return Part(name, "torch", "two triangles")
     if takes_heads(128, torch.bfloat16, device):
-        if band.frontend() is not None:
+        obstacle = band.lack(device)
+        if obstacle is None:
             return Part(name, "cudnn", "told of windows by nvidia-cudnn-frontend")
-        lack = "two triangles by cuDNN; faster with nvidia-cudnn-frontend, the extra cudnn"
-        return Part(name, "cudnn, triton", lack)
+        return Part(name, "cudnn, triton", f"two triangles by cuDNN: {obstacle}")
     return Part(name, "flex", "two triangles need Hopper or newer, and a kernel that is trusted")
 
 

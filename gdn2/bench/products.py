@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from gdn2.training.world import World
 LEAST_FLOPS = 1e10  # of a product; smaller ones take a few microseconds
 VARIED = 2  # proposals, the library's first ones, of which other tiles and options are tried
 SLOW = 1.2  # times the fastest so far: of ways that take longer a look is enough
+START = 2e-5  # seconds that the host may take to start a call
 SHORTER = 5  # parts of the time that the best ways get; all others get one
 FINALISTS = 6
 WORTH = 0.995  # a way that takes a larger part of torch's time is not worth a choice
@@ -99,9 +99,10 @@ def best_way(problem: Problem, calls: int, device: torch.device, seconds: float)
     usual()
     right, multiply = out.clone(), multiplier(problem, device)
     tried = {way: partial(multiply, a, b, out, way) for way in candidates(multiply)}
-    fast = (w for w in by_speed(tried, device, seconds / SHORTER) if is_right(tried[w], out, right))
+    is_right = partial(matches, out, right)
+    fast = by_speed(tried, is_right, device, seconds / SHORTER)
     runs: dict[Way | None, Callable[[], object]] = {None: usual}
-    runs |= {way: tried[way] for way in islice(fast, FINALISTS)}
+    runs |= {way: tried[way] for way in fast[:FINALISTS]}
     took = dict.fromkeys(runs, 0.0)
     for order in ([*runs], [*runs][::-1]):
         for key in order:
@@ -119,21 +120,24 @@ def candidates(multiply: Multiplier) -> list[Way]:
 
 
 def by_speed(
-    runs: Mapping[Way, Callable[[], object]], device: torch.device, seconds: float
+    runs: Mapping[Way, Callable[[], object]],
+    is_right: Callable[[Callable[[], object]], bool],
+    device: torch.device,
+    seconds: float,
 ) -> list[Way]:
-    """Ways that work and are not slow, the fastest first."""
+    """Ways that work, are right and not slow, the fastest first."""
     took: dict[Way, float] = {}
     for way, run in runs.items():
         with suppress(CudaError):
             run()  # brings the kernel to the GPU
             once = _timed(run, 2, device) / 2
-            if once < SLOW * min(took.values(), default=inf):
+            if once < SLOW * min(took.values(), default=inf) + START and is_right(run):
                 calls = max(2, int(seconds / once))
                 took[way] = _timed(run, calls, device) / calls
     return sorted(took, key=lambda way: took[way])
 
 
-def is_right(run: Callable[[], object], out: Tensor, right: Tensor) -> bool:
+def matches(out: Tensor, right: Tensor, run: Callable[[], object]) -> bool:
     """Whether a way gives what torch's gives, up to rounding."""
     out.zero_()
     run()

@@ -63,7 +63,7 @@ class AttentionMixer(nn.Module):
     def block_mask(
         self, layout: Layout, dtype: torch.dtype, device: torch.device
     ) -> BlockMask | None:
-        """The mask that layers of one window share; None where two triangles are taken, or SDPA."""
+        """The mask that layers of one window share; None where none is read."""
         c = self.config
         whole = layout.cu_seqlens is None and is_whole(layout.length, c.window)
         if whole and c.kv_heads == c.num_heads and takes_heads(c.head_dim, dtype, device):

@@ -14,7 +14,7 @@ FLEX_BLOCK = 128
 
 
 def flex_spares_a_mask(length: int, window: int | None, packed: bool) -> bool:
-    """Whether "auto" would choose FlexAttention on a GPU, unless two triangles do."""
+    """Whether "auto" would choose FlexAttention on a GPU, unless a window divides the length."""
     if packed:
         return is_compiling() or torch.is_grad_enabled()
     return window is not None and window < length

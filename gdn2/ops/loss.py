@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn2.ops.loss_op import losses_and_gradients, losses_of, sum_dtype
+from gdn2.ops.loss_op import losses_and_gradients, losses_of, scaled, sum_dtype
 from gdn2.ops.packing import FLOATS
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -86,7 +86,7 @@ class _Reduced(torch.autograd.Function):
         factor, *sums = ctx.saved_tensors
         by = factor * d_loss
         found = [
-            torch.mul(x, by, out=x.new_empty(x.shape, dtype=dtype)) if needs else None
+            scaled(x, by, dtype) if needs else None
             for x, needs, dtype in zip(sums, ctx.needed, ctx.dtypes, strict=True)
         ]
         return (*found, None, None, None, None, None)

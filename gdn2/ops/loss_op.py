@@ -147,7 +147,7 @@ def _token_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and its gradient with respect to the logits in the dtype of hidden."""
     logits = _product(hidden, head.T)
-    if why_not("triton", logits.device, logits.dtype, ("cross_entropy",)) is None:
+    if kernel_takes(logits):
         from gdn2.ops.triton import cross_entropy as kernel  # noqa: PLC0415 (optional dependency)
 
         return kernel.cross_entropy(logits, targets, ignore_index, hidden.dtype)
@@ -156,6 +156,26 @@ def _token_gradients(
     d_logits = logits.softmax(-1)
     d_logits[torch.arange(len(logits), device=logits.device), targets.where(valid, 0)] -= 1
     return losses, d_logits.mul_(valid[:, None]).to(hidden.dtype)
+
+
+def kernel_takes(x: Tensor) -> bool:
+    """Whether kernels of the loss can run, and are to be trusted."""
+    return why_not("triton", x.device, x.dtype, ("cross_entropy",)) is None
+
+
+@torch.library.custom_op("gdn2::scaled", mutates_args=())
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times a number, rounded once; torch takes three times as long as its bytes where the dtype changes."""
+    if x.dtype == torch.float32 and x.dtype != dtype and kernel_takes(x):
+        from gdn2.ops.triton import cross_entropy as kernel  # noqa: PLC0415 (optional dependency)
+
+        return kernel.scaled(x.contiguous(), by, dtype)
+    return torch.mul(x, by, out=x.new_empty(x.shape, dtype=dtype))
+
+
+@scaled.register_fake
+def _(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @register_flop_formula(torch.ops.gdn2.linear_cross_entropy)

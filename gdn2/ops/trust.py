@@ -72,11 +72,12 @@ def verdict_file() -> Path:
 
 
 def identity(device: torch.device) -> str:
-    """What a verdict holds for: this GPU, compiler and these kernels."""
+    """What a verdict holds for: this GPU, compiler, cuDNN and these kernels."""
     major, minor = torch.cuda.get_device_capability(device)
     return (
         f"{torch.cuda.get_device_name(device)}, compute {major}.{minor}, torch {torch.__version__}, "
-        f"triton {_triton_version()}, kernels {kernel_digest()}"
+        f"triton {_version('triton')}, cudnn {torch.backends.cudnn.version()} by "
+        f"{_version('nvidia-cudnn-frontend')}, kernels {kernel_digest()}"
     )
 
 
@@ -87,9 +88,9 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _triton_version() -> str:
+def _version(package: str) -> str:
     try:
-        return metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "unknown"
 

@@ -53,7 +53,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float)
 
 # Operators of their own, opaque to compilers: these would keep the turned tensors for the backward, up to 5 % of all
 # memory of training, since they never compute anew what a kernel needs in memory.
-@torch.library.custom_op("gdn2::window_attention", mutates_args=())
+@torch.library.custom_op("gdn2::attend_window", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
     """Output, and logarithms of the normalisers [batch, heads, length], which are the same in either way.
 
@@ -76,7 +76,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tenso
     return q.new_empty(q.shape), q.new_empty(batch, heads, length, dtype=dtype)
 
 
-@torch.library.custom_op("gdn2::window_attention_backward", mutates_args=())
+@torch.library.custom_op("gdn2::attend_window_backward", mutates_args=())
 def _differentiate(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from gdn2 import doctor, gated_delta_rule
 from gdn2.cli import app
 from gdn2.ops import selfcheck, trust
 from gdn2.ops.backends import why_not
+from gdn2.ops.cuda import band
 from gdn2.ops.selfcheck import Check, Checkup
 from tests.closeness import relative_error
 
@@ -167,6 +168,20 @@ def gpu_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(trust, "identity", lambda device: "this one")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "gdn2" / "kernels.json"
+
+
+def test_windows_say_what_they_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert doctor.window_part(CPU).backend == "torch"
+    monkeypatch.setattr(doctor, "takes_heads", lambda width, dtype, device: True)
+    monkeypatch.setattr(band, "lack", lambda device: None)
+    assert doctor.window_part(gpu).backend == "cudnn"
+    monkeypatch.setattr(band, "lack", lambda device: "it is not installed")
+    part = doctor.window_part(gpu)
+    assert part.backend == "cudnn, triton"
+    assert part.why == "two triangles by cuDNN: it is not installed"
+    monkeypatch.setattr(doctor, "takes_heads", lambda width, dtype, device: False)
+    assert doctor.window_part(gpu).backend == "flex"
 
 
 def kernel(name: str, error: float, *problems: str) -> Checkup:

@@ -1,8 +1,10 @@
 """What cuDNN is told of windows, beside a package of its kind, and what happens where it cannot be asked."""
 
+import gc
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,37 +22,51 @@ VERSION = 91900
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
+BUILT = [
+    "validate",
+    "build_operation_graph",
+    "create_execution_plans",
+    "check_support",
+    "build_plans",
+]
+
+
+class RefusedError(Exception):
+    """As cuDNN's own."""
+
+
 class Node:
     """A tensor of a graph."""
 
     def __init__(self, **given: Any) -> None:
         self.given = given
 
-    def set_output(self, value: bool) -> "Node":
-        return self
+    def __getattr__(self, name: str) -> Any:
+        def put(value: Any) -> "Node":
+            self.given[name.removeprefix("set_")] = value
+            return self
 
-    def set_data_type(self, value: object) -> "Node":
-        return self
-
-    def set_dim(self, value: list[int]) -> "Node":
-        self.given["dim"] = value
-        return self
-
-    def set_stride(self, value: list[int]) -> "Node":
-        self.given["stride"] = value
-        return self
+        return put
 
 
 class Graph:
     """Checks what it is given as cuDNN would, and computes by a mask."""
 
-    fails = False
+    failure: Exception | None = None
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **given: Any) -> None:
+        assert given["handle"] == "handle" and given["io_data_type"] == "double"
         self.steps: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.steps.append(name)
+        assert name in BUILT
+
+        def step(*_: object) -> None:
+            self.steps.append(name)
+            if self.failure is not None and name == "check_support":
+                raise self.failure
+
+        return step
 
     def tensor(self, **given: Any) -> Node:
         return Node(**given)
@@ -63,15 +79,11 @@ class Graph:
         self.given, self.results = given, [Node() for _ in range(3)]
         return self.results
 
-    def check_support(self) -> None:
-        if self.fails:
-            raise RuntimeError("No valid engine\nfor this")
-
     def get_workspace_size(self) -> int:
         return 8
 
     def execute(self, named: dict[Node, Tensor], room: Tensor, handle: object) -> None:
-        assert room.numel() == 8 and handle == "handle"
+        assert room.numel() == 8 and handle == "handle" and self.steps == BUILT
         for node, x in named.items():
             if "dim" in node.given:
                 by_heads = x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(-1)
@@ -88,8 +100,10 @@ class Graph:
             y, dy, log = (named[self.given[name]] for name in ("o", "dO", "stats"))
             made = gradients(q, k, v, y, dy, log, window, scale)
         else:
+            assert self.given["generate_stats"] and self.results[1].given["data_type"] == "float"
             made = literal(q, k, v, window, scale), scores_of(q, k, window, scale).logsumexp(-1)
         for node, result in zip(self.results, made, strict=True):
+            assert node.given["output"] is True
             named[node].copy_(result)
 
 
@@ -117,27 +131,27 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     fake = SimpleNamespace(
         backend_version=lambda: VERSION,
         create_handle=lambda: "handle",
+        destroy_handle=lambda handle: None,
         set_stream=lambda handle, stream: None,
         pygraph=Graph,
         heur_mode=SimpleNamespace(A="A", FALLBACK="F"),
         data_type=SimpleNamespace(DOUBLE="double", FLOAT="float"),
         diagonal_alignment=SimpleNamespace(TOP_LEFT="top left"),
+        cudnnGraphNotSupportedError=RefusedError,
+        __spec__="there",
     )
     monkeypatch.setitem(sys.modules, "cudnn", fake)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: VERSION)
     monkeypatch.setattr(band, "DTYPES", {torch.float64: "DOUBLE"})
-    monkeypatch.setattr(band, "is_there", lambda q: band.frontend() is not None)
+    monkeypatch.setattr(band, "lack", lambda device: band.lack_of_package())
     monkeypatch.setattr(band, "_handles", band._Handles())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
+    monkeypatch.setattr(band, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    forget()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    band.lack_of_package.cache_clear()
     yield fake
-    forget()
-
-
-def forget() -> None:
-    for known in (band.frontend, band.forward_plan, band.backward_plan):
-        known.cache_clear()
+    band.lack_of_package.cache_clear()
 
 
 def compare(x: Operands, window: int) -> None:
@@ -155,18 +169,49 @@ def given(length: int = 12) -> Operands:
     return operands(2, length, heads=3, kv_heads=3, width=16)
 
 
-def test_without_the_package_it_is_two_triangles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_is_two_triangles(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    band.frontend.cache_clear()
-    assert band.frontend() is None
+    monkeypatch.setattr(band, "find_spec", lambda name: None)
+    assert band.lack_of_package() == "nvidia-cudnn-frontend is not installed"
     assert band.attend(*given(), 4, 0.3) is None
     compare(given(), 4)
-    band.frontend.cache_clear()
 
 
-def test_of_another_cudnn_than_torch_has(package: SimpleNamespace) -> None:
-    package.backend_version = lambda: VERSION + 1
-    assert band.frontend() is None
+def test_a_package_of_no_use_is_said(package: SimpleNamespace) -> None:
+    """One that speaks with another cuDNN than torch, and one that cannot be asked."""
+
+    def asserts() -> int:
+        assert not package, "Found 2 libcudnn.so.x"
+        return VERSION
+
+    said = f"it speaks with cuDNN {VERSION + 1}, and torch with {VERSION}"
+    asked: dict[str, Callable[[], int]] = {
+        said: lambda: VERSION + 1,
+        "AssertionError: Found 2 libcudnn.so.x": asserts,
+    }
+    for reason, ask in asked.items():
+        band.lack_of_package.cache_clear()
+        package.backend_version = ask
+        with pytest.warns(UserWarning, match=f"^gdn2 attends without .* of no use: {reason}"):
+            compare(given(), 4)
+        assert str(band.lack_of_package()).startswith(
+            f"nvidia-cudnn-frontend is of no use: {reason}"
+        )
+    assert not band._plans
+
+
+def test_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    assert band.lack(torch.device("cpu")) == "cuDNN needs a CUDA GPU, not cpu"
+    monkeypatch.setattr(band, "lack_of_package", lambda: None)
+    monkeypatch.setattr(band, "trusted", lambda kernel, device: kernel != "band")
+    assert band.lack(gpu) == "gdn2 doctor found its windows wrong here"
+    monkeypatch.setattr(band, "trusted", lambda kernel, device: True)
+    assert band.lack(gpu) is None
+    half = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+    assert not band.is_there(half)
 
 
 def test_a_window_is_told(package: SimpleNamespace) -> None:
@@ -177,9 +222,19 @@ def test_a_window_is_told(package: SimpleNamespace) -> None:
     for _ in range(2):
         for operand in (x, (q, k, v)):
             compare(operand, 4)
-    assert band.forward_plan.cache_info().misses == 2
-    assert band.forward_plan.cache_info().hits == 2
-    assert band.backward_plan.cache_info().misses == 2
+    assert len(band._plans) == 4
+
+
+def test_gradients_are_the_same_each_time_if_asked_for(package: SimpleNamespace) -> None:
+    compare(given(), 4)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(given(), 4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    plans = [plan for plan in band._plans.values() if plan is not None]
+    asked = [plan.graph.given.get("use_deterministic_algorithm") for plan in plans]
+    assert asked == [None, False, True]  # an output is the same in any case
 
 
 @pytest.mark.parametrize("which", ["attend", "differentiate"])
@@ -189,25 +244,67 @@ def test_either_way_goes_on_where_the_other_stops(
     """Normalisers mean the same to both."""
     monkeypatch.setattr(band, which, lambda *_: None)
     compare(given(20), 5)
+    assert len(band._plans) == 1
 
 
+@pytest.mark.parametrize("failure", [RefusedError, RuntimeError])
 def test_what_cudnn_refuses_is_said_once(
-    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    failure: type[Exception], package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Graph, "fails", True)
+    monkeypatch.setattr(Graph, "failure", failure("No valid engine\nfor this"))
     with pytest.warns(UserWarning, match=r"without cuDNN's windows: No valid engine$") as said:
         compare(given(), 4)
         compare(given(), 4)
     assert len(said) == 2  # forward and backward
 
 
+def test_mistakes_of_ours_are_not_hidden(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Graph, "failure", TypeError("sdpa() got an unexpected argument"))
+    with pytest.raises(TypeError, match="unexpected argument"):
+        band.attend(*given(), 4, 0.3)
+    assert not band._plans
+
+
+def test_nothing_is_prepared_while_a_graph_is_captured(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert band.attend(*given(), 4, 0.3) is None and not band._plans
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert band.attend(*given(), 4, 0.3) is not None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert band.attend(*given(), 4, 0.3) is not None
+
+
+def test_a_handle_goes_with_its_thread(package: SimpleNamespace) -> None:
+    names = iter(("first", "second"))
+    gone: list[str] = []
+    package.create_handle, package.destroy_handle = lambda: next(names), gone.append
+    cpu, seen = torch.device("cpu"), [band.handle_on(torch.device("cpu"))]
+    thread = Thread(target=lambda: seen.extend(band.handle_on(cpu) for _ in range(2)))
+    thread.start()
+    thread.join()
+    del thread
+    gc.collect()
+    assert seen == ["first", "second", "second"] and band.handle_on(cpu) == "first"
+    assert gone == ["second"]
+
+
 def test_what_lies_otherwise_is_copied() -> None:
     x = torch.randn(2, 6, 3, 16)
-    assert band.lying(x) is x
-    assert band.lying(x[:, 2:]).data_ptr() == x[:, 2:].data_ptr()
-    for other in (x.mT.contiguous().mT, x[:1].expand(2, 6, 3, 16), x[..., 1:], x[:, :1, :1, :1]):
+    for part in (x, x[:, 2:], x[:, :, 1:], x[..., 4:12]):
+        assert band.lying(part) is part
+    others = (
+        x.mT.contiguous().mT,
+        x[:1].expand(2, 6, 3, 16),
+        x[..., 1:13],
+        torch.randn(2, 6, 3, 6),
+    )
+    for other in others:
         copy = band.lying(other)
-        assert torch.equal(copy, other) and (copy.is_contiguous() or other.shape[-1] == 1)
+        assert copy is not other and torch.equal(copy, other) and copy.is_contiguous()
 
 
 def test_attention_asks_for_whole_windows_alone(

@@ -251,6 +251,7 @@ def test_operator_registration() -> None:
     hidden, weight = hidden.detach(), weight.detach()
     operands_of_both = (hidden, weight, targets, -100, 2, True, False)
     torch.library.opcheck(torch.ops.gdn2.linear_cross_entropy_and_gradients, operands_of_both)
+    torch.library.opcheck(torch.ops.gdn2.scaled, (hidden, torch.tensor(0.5), torch.bfloat16))
 
 
 def test_flops_are_counted() -> None:

@@ -49,10 +49,10 @@ def test_large_scores_stay_finite() -> None:
 def test_operators_are_as_torch_demands() -> None:
     q, k, v = operands(2, 12, heads=3, kv_heads=3, width=16)
     ops = torch.ops.gdn2
-    torch.library.opcheck(ops.window_attention.default, (*leaves(q, k, v), 4, 0.3))
+    torch.library.opcheck(ops.attend_window.default, (*leaves(q, k, v), 4, 0.3))
     q, k, v = (x.detach() for x in (q, k, v))
-    y, log = ops.window_attention(q, k, v, 4, 0.3)
-    torch.library.opcheck(ops.window_attention_backward.default, (y + 1, q, k, v, y, log, 4, 0.3))
+    y, log = ops.attend_window(q, k, v, 4, 0.3)
+    torch.library.opcheck(ops.attend_window_backward.default, (y + 1, q, k, v, y, log, 4, 0.3))
 
 
 def test_which_calls_fit() -> None:

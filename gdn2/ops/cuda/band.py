@@ -6,25 +6,20 @@ So it is asked through `nvidia-cudnn-frontend`, a package that is not required: 
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gdn2.ops.trust import trusted
+
+NAME = "band"  # to be trusted or not
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}  # as the package names them
 ALIGNMENT = 16  # bytes
-
-
-class _Handles(threading.local):
-    """Those of one thread, which no other may use."""
-
-    def __init__(self) -> None:
-        self.known: dict[torch.device, Any] = {}
-
-
-_handles = _Handles()
 
 
 class Problem(NamedTuple):
@@ -48,26 +43,51 @@ class Plan(NamedTuple):
 
     def __call__(self, **given: Tensor) -> None:
         """Run it on torch's stream."""
-        package, device = frontend(), given["q"].device
-        assert package is not None
+        device = given["q"].device
         with torch.cuda.device(device):
-            handle = _handle(device)
-            package.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+            handle = handle_on(device)
+            stream = torch.cuda.current_stream().cuda_stream
+            frontend().set_stream(handle=handle, stream=stream)
             room = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
             named = {self.tensors[name]: x for name, x in given.items()}
             self.graph.execute(named, room, handle=handle)
 
 
-@cache
-def frontend() -> Any | None:
-    """The package, where it is installed and speaks with the cuDNN that torch uses."""
-    try:
-        import cudnn  # noqa: PLC0415 (optional dependency)
+Make = Callable[[Any, Any, Problem], dict[str, Any]]
+_plans: dict[tuple[Make, Problem], Plan | None] = {}  # None where cuDNN cannot
 
-        found = cudnn.backend_version()
-    except (ImportError, OSError, RuntimeError, AttributeError):
+
+def lack(device: torch.device) -> str | None:
+    """Why cuDNN is not told of windows on a device; None if it is."""
+    if device.type != "cuda":
+        return f"cuDNN needs a CUDA GPU, not {device.type}"
+    return lack_of_package() or (
+        None if trusted(NAME, device) else "gdn2 doctor found its windows wrong here"
+    )
+
+
+@cache
+def lack_of_package() -> str | None:
+    """Why the package is of no use; where it is installed, that is said."""
+    if find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend is not installed"
+    try:
+        found, usual = frontend().backend_version(), torch.backends.cudnn.version()
+        reason = f"it speaks with cuDNN {found}, and torch with {usual}" if found != usual else None
+    except Exception as failure:  # whatever an import may raise: it loads libraries, and asserts
+        reason = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
+    if reason is None:
         return None
-    return cudnn if found == torch.backends.cudnn.version() else None
+    reason = f"nvidia-cudnn-frontend is of no use: {reason}"
+    warnings.warn(f"gdn2 attends without cuDNN's windows: {reason}", stacklevel=2)
+    return reason
+
+
+def frontend() -> Any:
+    """The package."""
+    import cudnn  # noqa: PLC0415 (optional dependency)
+
+    return cudnn
 
 
 def attend(
@@ -77,7 +97,7 @@ def attend(
     if not is_there(q):
         return None
     given = {"q": lying(q), "k": lying(k), "v": lying(v)}
-    plan = forward_plan(_problem(q, [*given.values()], window, scale))
+    plan = planned(_forward_graph, _problem([*given.values()], window, scale))
     if plan is None:
         return None
     batch, length, heads, _ = q.shape
@@ -95,7 +115,8 @@ def differentiate(
         return None
     operands = {"q": q, "k": k, "v": v, "y": y, "dy": dy}
     given = {name: lying(x) for name, x in operands.items()}
-    plan = backward_plan(_problem(q, [*given.values()], window, scale))
+    exact = torch.are_deterministic_algorithms_enabled()
+    plan = planned(_backward_graph, _problem([*given.values()], window, scale, exact))
     if plan is None:
         return None
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -104,8 +125,8 @@ def differentiate(
 
 
 def is_there(q: Tensor) -> bool:
-    """Whether the package is, for a GPU and a dtype that it takes."""
-    return q.is_cuda and q.dtype in DTYPES and frontend() is not None
+    """Whether cuDNN may be told of windows, on a device and in a dtype that it takes."""
+    return q.dtype in DTYPES and lack(q.device) is None
 
 
 def lying(x: Tensor) -> Tensor:
@@ -116,49 +137,46 @@ def lying(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _problem(q: Tensor, operands: Sequence[Tensor], window: int, scale: float) -> Problem:
+def _problem(
+    operands: Sequence[Tensor], window: int, scale: float, deterministic: bool = False
+) -> Problem:
+    q, strides = operands[0], tuple(x.stride() for x in operands)
     batch, length, heads, width = q.shape
-    strides = tuple(x.stride() for x in operands)
-    exact = torch.are_deterministic_algorithms_enabled()
     shape = (batch, length, heads, width)
-    return Problem(q.device, q.dtype, shape, strides, window, scale, exact)
+    return Problem(q.device, q.dtype, shape, strides, window, scale, deterministic)
 
 
-@lru_cache(maxsize=64)
-def forward_plan(problem: Problem) -> Plan | None:
-    """Prepare for the output; None, said once, where cuDNN cannot."""
-    return _built(problem, _forward_graph)
+def planned(make: Make, problem: Problem) -> Plan | None:
+    """The plan of a problem; None where cuDNN has none, which is said once, or while a graph is captured."""
+    key = make, problem
+    if key not in _plans:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        try:
+            _plans[key] = _build(make, problem)
+        except (frontend().cudnnGraphNotSupportedError, RuntimeError) as failure:
+            _plans[key] = None
+            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            warnings.warn(f"gdn2 attends without cuDNN's windows: {reason}", stacklevel=2)
+    return _plans[key]
 
 
-@lru_cache(maxsize=64)
-def backward_plan(problem: Problem) -> Plan | None:
-    """Prepare for the gradients."""
-    return _built(problem, _backward_graph)
-
-
-def _built(problem: Problem, make: Callable[[Any, Any, Problem], dict[str, Any]]) -> Plan | None:
+def _build(make: Make, problem: Problem) -> Plan:
     package = frontend()
-    assert package is not None
-    modes = [package.heur_mode.A, package.heur_mode.FALLBACK]
-    try:
-        with torch.cuda.device(problem.device):
-            graph = package.pygraph(
-                io_data_type=getattr(package.data_type, DTYPES[problem.dtype]),
-                intermediate_data_type=package.data_type.FLOAT,
-                compute_data_type=package.data_type.FLOAT,
-                handle=_handle(problem.device),
-            )
-            tensors = make(package, graph, problem)
-            graph.validate()
-            graph.build_operation_graph()
-            graph.create_execution_plans(modes)
-            graph.check_support()
-            graph.build_plans()
-            return Plan(graph, tensors, graph.get_workspace_size())
-    except Exception as failure:  # its errors have no class of their own
-        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-        warnings.warn(f"gdn2 attends without cuDNN's windows: {reason}", stacklevel=2)
-        return None
+    with torch.cuda.device(problem.device):
+        graph = package.pygraph(
+            io_data_type=getattr(package.data_type, DTYPES[problem.dtype]),
+            intermediate_data_type=package.data_type.FLOAT,
+            compute_data_type=package.data_type.FLOAT,
+            handle=handle_on(problem.device),
+        )
+        tensors = make(package, graph, problem)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([package.heur_mode.A, package.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        return Plan(graph, tensors, graph.get_workspace_size())
 
 
 def _forward_graph(package: Any, graph: Any, problem: Problem) -> dict[str, Any]:
@@ -219,10 +237,28 @@ def _by_heads(sizes: Sequence[int]) -> list[int]:
     return [batch, heads, length, width]
 
 
-def _handle(device: torch.device) -> Any:
+class Handle:
+    """What cuDNN is called with, given back with the thread that it is for."""
+
+    def __init__(self) -> None:
+        package = frontend()
+        self.value = package.create_handle()
+        # not when Python ends: the driver may have gone by then
+        weakref.finalize(self, package.destroy_handle, self.value).atexit = False
+
+
+class _Handles(threading.local):
+    """Those of one thread, which no other may use."""
+
+    def __init__(self) -> None:
+        self.known: dict[torch.device, Handle] = {}
+
+
+_handles = _Handles()
+
+
+def handle_on(device: torch.device) -> Any:
     """The one of this thread on a device, which is the current one."""
     if device not in _handles.known:
-        package = frontend()
-        assert package is not None
-        _handles.known[device] = package.create_handle()
-    return _handles.known[device]
+        _handles.known[device] = Handle()
+    return _handles.known[device].value

@@ -1,4 +1,4 @@
-"""Products of matrices by cuBLASLt, the library that torch brings along, in any of the ways that it proposes.
+"""Products of matrices by cuBLASLt, the library that torch brings along, in ways that it proposes and variants of them.
 
 It knows many kernels for each product, and a rule of thumb for the fastest. Where a GPU is at the limit of its power,
 the fastest is the one that takes the least energy, which that rule does not know.
@@ -21,11 +21,9 @@ WORKSPACE, ALIGNMENT = 32 << 20, 16  # bytes
 # products in parts, sums stay in fp32 (CUBLASLT_REDUCTION_SCHEME_INPLACE and _COMPUTE_TYPE)
 PREFERENCES = ((1, 8, WORKSPACE), (3, 4, 1 | 2), *((name, 4, ALIGNMENT) for name in range(5, 9)))
 PROPOSALS = 32  # more than it makes
-TILE, OPTION = (
-    1,
-    5,
-)  # CUBLASLT_ALGO_CONFIG_TILE_ID and _CUSTOM_OPTION: which tiles, and how they follow one another
-TILES, LARGEST_OPTION = 6, 7  # CUBLASLT_ALGO_CAP_TILE_IDS and _CUSTOM_OPTION_MAX
+# CUBLASLT_ALGO_CONFIG_TILE_ID and _CUSTOM_OPTION: which tiles, and how they follow one another
+# CUBLASLT_ALGO_CAP_TILE_IDS and _CUSTOM_OPTION_MAX: those there are
+TILE, OPTION, TILES, LARGEST_OPTION = 1, 5, 6, 7
 
 
 class Problem(NamedTuple):
@@ -157,17 +155,17 @@ class Multiplier:
         return [variant for variant in found if variant is not None]
 
     def _changed(self, way: Way, name: int, value: int) -> Way | None:
-        algorithm, number, checked = _algorithm(way), c_uint32(value), Proposal()
-        done = library().cublasLtMatmulAlgoConfigSetAttribute(
+        algorithm, number, found = _algorithm(way), c_uint32(value), Proposal()
+        refused = library().cublasLtMatmulAlgoConfigSetAttribute(
             byref(algorithm), name, byref(number), c_size_t(4)
         )
         b, a, c = self.layouts
-        known = done or library().cublasLtMatmulAlgoCheck(
-            self.handle, self.description, b, a, c, c, byref(algorithm), byref(checked)
+        refused = refused or library().cublasLtMatmulAlgoCheck(
+            self.handle, self.description, b, a, c, c, byref(algorithm), byref(found)
         )
-        if known or checked.status or checked.workspace > WORKSPACE:
+        if refused or found.status or found.workspace > WORKSPACE:
             return None
-        return Way(bytes(algorithm).hex(), int(checked.workspace))
+        return Way(bytes(algorithm).hex(), int(found.workspace))
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, way: Way) -> None:
         """Store a @ b in out, which lies by rows without gaps."""

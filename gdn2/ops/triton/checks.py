@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gdn2.ops.arguments import state_dtype
+from gdn2.ops.attention import attention
 from gdn2.ops.chunk_op import pack
+from gdn2.ops.cuda import band
 from gdn2.ops.cuda.blocks import to_blocks, to_rows
 from gdn2.ops.cuda.launch import (
     BACKWARD,
@@ -56,10 +58,12 @@ from gdn2.ops.triton.companions import (
     check_table,
     check_window,
     differentiate,
+    draw,
 )
 from gdn2.ops.triton.pipeline import contiguous, dense_table
 from gdn2.ops.triton.stages import Factors
 from gdn2.ops.triton.table import Table
+from gdn2.ops.window_attention import takes_heads
 
 CHUNK = 64
 FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
@@ -313,6 +317,26 @@ def check_gradient_at_once(blocks: bool, device: torch.device, dtype: torch.dtyp
     return pairs
 
 
+def check_band(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Attention over windows by cuDNN and its gradients, where it is asked for it: nothing otherwise."""
+    if dtype not in band.DTYPES or not takes_heads(64, dtype, device) or band.lack(device):
+        return {}
+    pairs: Pairs = {}
+    for width in (64, 128):
+        x = draw(dict.fromkeys(("q", "k", "v", "dy"), (2, 120, 2, width)), dtype)
+        q, k, v, dy = (t.to(device) for t in x.values())
+        found = band.attend(q, k, v, 40, 0.1)
+        grads = None if found is None else band.differentiate(dy, q, k, v, *found, 40, 0.1)
+        if found is None or grads is None:
+            raise ValueError(f"cuDNN refuses windows of heads of {width}")
+        exact = [x[name].double().requires_grad_() for name in "qkv"]
+        y = attention(*exact, window=40, scale=0.1, backend="sdpa")[0]
+        right = [y.detach(), *torch.autograd.grad(y, exact, x["dy"].double())]
+        names = (f"{name} of width {width}" for name in ("y", "dq", "dk", "dv"))
+        pairs |= zip(names, zip((found[0], *grads), right, strict=True), strict=True)
+    return pairs
+
+
 SCORES = ("Q_gamma", "K_tail", "gamma_C", "A_qk")
 # A kernel's name, and what compares it on a device in a dtype; `gdn2.ops.trust` remembers the names that fail.
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
@@ -351,6 +375,8 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     BACKWARD: check_backward_scans,
     GRADIENT: partial(check_gradient_at_once, False),
     GROUP_GRADIENT: partial(check_gradient_at_once, True),
+    # and without this one windows are two triangles
+    band.NAME: check_band,
 }
 
 

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from gdn2.ops.attention import attention
 from gdn2.ops.conv import short_convolution, short_convolution_step
 from gdn2.ops.conv_op import convolve, convolve_step
-from gdn2.ops.cuda import band
 from gdn2.ops.log_decay import log_decay, log_decay_by_kernel
 from gdn2.ops.norm import L2_EPS, gated_rms_norm, rms_norm
 from gdn2.ops.norm_op import add_normalize_backward, normalize
@@ -21,7 +19,7 @@ from gdn2.ops.selfcheck import Scenario, loss_weights, make_operands
 from gdn2.ops.triton import gates, norm, rotary, window
 from gdn2.ops.triton.adamw import BLOCK as ADAMW_BLOCK
 from gdn2.ops.triton.adamw import adamw
-from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
+from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy, scaled
 from gdn2.ops.triton.delta_inputs import delta_inputs
 from gdn2.ops.triton.gates import BLOCK as GATES_BLOCK
 from gdn2.ops.triton.matvec import matvec
@@ -31,7 +29,6 @@ from gdn2.ops.triton.step import TILES, step
 from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
 from gdn2.ops.triton.table import BLOCK as TABLE_BLOCK
 from gdn2.ops.triton.table import chunk_table
-from gdn2.ops.window_attention import window_attention
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
 Call = Callable[..., Sequence[Tensor]]
@@ -263,20 +260,7 @@ def check_window(device: torch.device, dtype: torch.dtype) -> Pairs:
     total = torch.logaddexp(own_log[:, 1:].double(), later)
     weights = [(x - total).exp().mT.unsqueeze(-1) for x in (own_log[:, 1:].double(), later)]
     right = own[:, 1:].double() * weights[0] + before.double().flip(2).roll(-1, 2) * weights[1]
-    found |= {"joined": (y[:, 1:], right), "normalisers": (log[:, 1:], total)}
-    return found | (check_band(device, dtype) if band.is_there(y) else {})
-
-
-def check_band(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Attention over a window by cuDNN, and its gradients."""
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [window_attention(q, k, v, 40, 0.1)]
-
-    def twin(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [attention(q, k, v, window=40, scale=0.1, backend="sdpa")[0]]
-
-    return compare(kernel, twin, draw(dict.fromkeys("qkv", (2, 120, 2, 64)), dtype), "y", device)
+    return found | {"joined": (y[:, 1:], right), "normalisers": (log[:, 1:], total)}
 
 
 def check_ranks(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -381,7 +365,9 @@ def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:
     right = logits.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(right, targets, reduction="none")
     (d_right,) = torch.autograd.grad(expected.sum(), right)
-    return {"losses": (losses, expected.detach()), "d_logits": (d_logits, d_right)}
+    times = scaled(logits.to(device), torch.tensor(SCALE, device=device), dtype)
+    found = {"losses": (losses, expected.detach()), "d_logits": (d_logits, d_right)}
+    return found | {"times a number": (times, SCALE * logits.double())}
 
 
 def check_adamw(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -1,4 +1,4 @@
-"""Losses of logits and their gradients as one kernel (`gdn2.ops.loss`)."""
+"""Losses of logits and their gradients as one kernel, and the rounding of such gradients (`gdn2.ops.loss`)."""
 
 import torch
 import triton
@@ -8,6 +8,7 @@ from torch import Tensor
 from gdn2.ops.triton.ahead import over
 
 BLOCK = 4096
+SCALED_BLOCK = 8192
 LEAST = tl.constexpr(-3e38)  # finite, so that the difference of two such is a number
 
 
@@ -42,6 +43,14 @@ def cross_entropy_kernel(
         tl.store(d_logits_ptr + first + cols, d.to(dtype), mask=inside)
 
 
+@triton.jit
+def scaled_kernel(x_ptr, by_ptr, y_ptr, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    x = tl.load(x_ptr + place, mask=inside, other=0.0) * tl.load(by_ptr)
+    tl.store(y_ptr + place, x.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -61,3 +70,13 @@ def cross_entropy(
             num_warps=8,
         )
     return losses, d_logits
+
+
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x, fp32 and contiguous, times a number on its device, in another dtype."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    with torch.cuda.device_of(x):
+        over(scaled_kernel, triton.cdiv(x.numel(), SCALED_BLOCK))(
+            x, by, y, x.numel(), BLOCK=SCALED_BLOCK, num_warps=8
+        )
+    return y

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton import (
     conv_launch,
+    cross_entropy,
     gates,
     launch,
     plain,
@@ -33,6 +34,9 @@ from gdn2.ops.triton import (
     table,
 )
 
+MODULES = (
+    stages, plain, conv_launch, swiglu, ranks, table, gates, rotary, squares, cross_entropy
+)  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTEGERS = {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | INTEGERS
@@ -143,11 +147,18 @@ def run_entry(dtype: torch.dtype) -> None:
     squares.sum_of_squares([x, joined])
 
 
+def run_loss(dtype: torch.dtype) -> None:
+    """Two tokens of the 1.3B models."""
+    targets = torch.zeros(2, dtype=torch.int64)
+    cross_entropy.cross_entropy(torch.zeros(2, 32000), targets, -100, dtype)
+    cross_entropy.scaled(torch.zeros(2, 2304), torch.zeros(()), dtype)
+
+
 def main(wanted: str, *cases: str) -> None:
     rows: list[tuple[str, str, int | str]] = []
     kernels = [
         (module, name, kernel)
-        for module in (stages, plain, conv_launch, swiglu, ranks, table, gates, rotary, squares)
+        for module in MODULES
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]
@@ -168,6 +179,7 @@ def main(wanted: str, *cases: str) -> None:
         run_convolution(DTYPES[dtype], int(width))
         run_activation(DTYPES[dtype])
         run_ranks(DTYPES[dtype])
+        run_loss(DTYPES[dtype])
         if dtype != "fp16":
             run_entry(DTYPES[dtype])
     print(json.dumps(rows))

@@ -86,6 +86,14 @@ def test_what_lies_between_maps_and_rule_compiles(targets: tuple[int, ...], tmp_
 
 
 @HOPPER_AND_OTHERS
+def test_the_loss_compiles(targets: tuple[int, ...], tmp_path: Path) -> None:
+    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
+    rows = compile_kernels("cross_entropy,scaled", cases, tmp_path)
+    assert len(rows) == 2 * len(cases)
+    check_compiled(rows)
+
+
+@HOPPER_AND_OTHERS
 def test_the_backward_without_an_erase_gate_compiles(
     targets: tuple[int, ...], tmp_path: Path
 ) -> None:

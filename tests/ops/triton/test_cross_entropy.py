@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from gdn2.ops.triton.cross_entropy import BLOCK, cross_entropy
+from gdn2.ops.triton.cross_entropy import BLOCK, SCALED_BLOCK, cross_entropy, scaled
 from tests.closeness import assert_close
 
 
@@ -41,3 +41,13 @@ def test_no_rows() -> None:
     logits, targets = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     losses, d_logits = cross_entropy(logits, targets, -1, torch.bfloat16)
     assert losses.shape == (0,) and d_logits.shape == (0, 5) and d_logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, SCALED_BLOCK // 2), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_scaled_and_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, by = torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.tensor(1 / 3)
+    found = scaled(x, by, dtype)
+    assert found.shape == x.shape and found.dtype == dtype
+    # the interpreter rounds to bf16 in a way of its own
+    assert_close("y", found, x.double() * by.double(), 8e-3 if dtype == torch.bfloat16 else 5e-4)

@@ -18,7 +18,7 @@ from gdn2.bench import tune
 from gdn2.bench.operator import Plan, Shape
 from gdn2.ops.backends import STAGES
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.cuda import build
+from gdn2.ops.cuda import band, build
 from gdn2.ops.pipeline import Batch
 from gdn2.ops.triton import (
     adamw,
@@ -58,7 +58,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "delta_inputs": (delta_inputs, "delta_inputs"),
     "swiglu": (swiglu, "swiglu", "swiglu_gradient"),
     "matvec": (matvec, "matvec"),
-    "cross_entropy": (cross_entropy, "cross_entropy"),
+    "cross_entropy": (cross_entropy, "cross_entropy", "scaled"),
     "window": (window, "turn", "join"),
     "log_decay": (log_decay, "log_decay", "log_decay_gradient"),
     "adamw": (adamw, "adamw"),
@@ -237,9 +237,11 @@ def test_warming_up_compiles_what_a_call_uses(
 
 def test_every_kernel_is_checked() -> None:
     assert sorted(KERNELS) == sorted(STAGES)
+    *checked, last = checks.CHECKS
     cuda = sorted(file.stem for file in build.SOURCES.glob("*.cu"))
-    assert list(checks.CHECKS)[: -len(cuda)] == [*STAGES, *COMPANIONS]
-    assert sorted(list(checks.CHECKS)[-len(cuda) :]) == cuda
+    assert checked[: -len(cuda)] == [*STAGES, *COMPANIONS]
+    assert sorted(checked[-len(cuda) :]) == cuda
+    assert last == band.NAME
     for module, *names in COMPANIONS.values():
         assert {f"{name}_kernel" for name in names} == {
             name for name in vars(module) if name.endswith("_kernel")

@@ -1,14 +1,18 @@
-"""The kernels around the triangles of a window, interpreted, against torch."""
+"""Kernels around the triangles of a window, interpreted, against torch; what the doctor sees of cuDNN's windows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from gdn2.ops import window_attention as op
-from gdn2.ops.triton import window
+from gdn2.ops.cuda import band
+from gdn2.ops.triton import checks, window
 from tests.closeness import assert_close
+from tests.ops.test_attention import literal
+from tests.ops.test_band import gradients, scores_of
 
 SHAPES = [(1, 1, 1, 1, 16), (2, 2, 5, 3, 16), (1, 3, 33, 2, 32), (3, 1, 64, 1, 64)]
 
@@ -77,3 +81,31 @@ def test_a_row_that_sees_nothing_does_not_count() -> None:
     assert torch.equal(y[:, :, -1], own[:, :, -1])
     assert torch.equal(y_log[..., -1], log[..., -1])
     assert not torch.equal(y[:, :, :-1], own[:, :, :-1])
+
+
+@pytest.mark.parametrize("way", ["right", "wrong", "refused"])
+def test_the_doctor_looks_at_both_widths(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without help of triangles."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Any:
+        q, k, v = (x.double() for x in (q, k, v))
+        y = literal(q, k, v, window, scale) * (1.1 if way == "wrong" else 1)
+        return None if way == "refused" else (y, scores_of(q, k, window, scale).logsumexp(-1))
+
+    def differentiate(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        y, *others = rest
+        return gradients(q.double(), k.double(), v.double(), y, dy.double(), *others)
+
+    cpu = torch.device("cpu")
+    assert not [*checks.check_kernel("band", cpu, "bf16")]  # cuDNN is not asked there
+    monkeypatch.setattr(band, "lack", lambda device: None)
+    monkeypatch.setattr(band, "attend", attend)
+    monkeypatch.setattr(band, "differentiate", differentiate)
+    assert not [*checks.check_kernel("band", cpu, "fp32")]
+    if way == "refused":
+        with pytest.raises(ValueError, match="cuDNN refuses windows of heads of 64"):
+            list(checks.check_kernel("band", cpu, "bf16"))
+        return
+    found = {check.quantity: check.passed for check in checks.check_kernel("band", cpu, "bf16")}
+    assert found["y of width 64"] == found["dq of width 128"] == (way == "right")
+    assert found["dv of width 128"] and len(found) == 8
