@@ -10,7 +10,7 @@ from gdn2.data.checks import require, require_integer
 from gdn2.data.corpus import Split, documents
 from gdn2.data.loader import Documents, Windows
 from gdn2.data.mixture import Mixture
-from gdn2.data.shards import TokenFolder
+from gdn2.data.shards import TokenFolder, read_index
 from gdn2.data.stream import ByteStream
 from gdn2.data.synthetic import (
     CopyConfig,
@@ -40,6 +40,9 @@ class TokensConfig:
         fits = 0 <= self.validation_fraction < 1
         expected = "at least 0 and less than 1"
         require(fits, "validation_fraction", self.validation_fraction, expected)
+        object.__setattr__(self, "path", at_home(self.path))
+        if self.validation_path is not None:
+            object.__setattr__(self, "validation_path", at_home(self.validation_path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,14 @@ class MixtureConfig:
 
 
 DataConfig = PartConfig | MixtureConfig
+
+
+def at_home(path: str) -> str:
+    """A path whose ~ is the user's home: shells read it so only where nothing stands before it."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:  # no such user
+        return path
 
 
 def open_source(config: DataConfig, length: int, seed: int, split: Split) -> Source:
@@ -130,6 +141,7 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
     """Validation is shuffled in any case: its first rows are to stand for all of it."""
     is_training, path, kept = split == "train", config.path, config.validation_fraction
     if config.validation_path is not None:
+        _check_tokenizers(config.path, config.validation_path)
         path, kept = (path, 0.0) if is_training else (config.validation_path, 1.0)
     folder = TokenFolder(Path(path))
     border = folder.tokens - math.floor(folder.tokens * kept)
@@ -147,6 +159,13 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
         documents=config.documents,
         shuffle=config.shuffle or not is_training,
     )
+
+
+def _check_tokenizers(path: str, validation_path: str) -> None:
+    """A loss on another tokenizer's tokens would be a number without a meaning."""
+    expected, found = (read_index(Path(p)).get("tokenizer") for p in (path, validation_path))
+    same = expected is None or found is None or expected == found
+    require(same, "validation_path", validation_path, f"tokens of the tokenizer of {path}")
 
 
 def _check_documents(documents: str) -> None:

@@ -16,10 +16,13 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 class Opened:
     """A file's content, decompressed, and how much of the file itself has been read.
 
-    Leaving it because the file is damaged is a ValueError that says so.
+    Opening it empty, or leaving it because it is damaged, is a ValueError that says so.
     """
 
     def __init__(self, path: Path) -> None:
+        # The libraries take nothing for an archive of nothing, but every archive begins with a header.
+        if path.suffix.lower() in COMPRESSED and path.stat().st_size == 0:
+            raise ValueError(f"{path}: damaged (it is empty), expected a whole file")
         self._path, self._file = path, path.open("rb")
         self.content: BinaryIO = _decompressed(path, self._file)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gdn2.data.locking import locked
 from gdn2.data.shard_writer import PARTIAL, write_json
 from gdn2.data.shards import INDEX, Shard, read_index
 from gdn2.data.sources import Place
+from gdn2.data.tokenizers import CONFIG, JSON, SENTENCEPIECE
 
 START = Place(0, 0)
 PROGRESS = "progress.json"
@@ -28,19 +30,28 @@ class Record:
 
     @classmethod
     def resume(cls, folder: Path, settings: dict[str, Any]) -> "Record":
-        """The record of a folder; a new one where nothing was begun, a ValueError where something else was."""
+        """The record of a folder; a new one where no shard is finished, a ValueError where one of other settings is."""
         file = folder / PROGRESS
         if not file.exists():
-            record = cls(folder, settings)
-            record.save()
-            return record
+            return cls._begin(folder, settings)
         try:
             data = json.loads(file.read_bytes())
             shards = [Shard(**shard) for shard in data["shards"]]
             record = cls(folder, settings, shards, Place(*data["place"]), data["skipped"])
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{file}: damaged, expected the record of a preparation") from None
+        if not shards:  # most likely the settings were wrong, and these correct them
+            return cls._begin(folder, settings)
         _check_same(folder, data, settings)
+        return record
+
+    @classmethod
+    def _begin(cls, folder: Path, settings: dict[str, Any]) -> "Record":
+        """A new record; a tokenizer that an earlier attempt has left would be read in place of the right one."""
+        for name in (JSON, SENTENCEPIECE, CONFIG):
+            (folder / name).unlink(missing_ok=True)
+        record = cls(folder, settings)
+        record.save()
         return record
 
     @property
@@ -105,7 +116,7 @@ def own_folder(folder: Path) -> Iterator[None]:
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, value in new.items():
         was, now = old.get(name), value
-        if name == "inputs" and was != now:
+        if name == "inputs":
             was, now = _first_difference(was, now)
         if was != now:
             said = f"{folder} was prepared with {name} {was}, got {now}"
@@ -113,8 +124,13 @@ def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _first_difference(was: Any, now: list[Any]) -> tuple[Any, Any]:
-    """The first inputs that differ, as {"name", "bytes"}; None where there are no more."""
-    was = was if isinstance(was, list) else []
-    longest = max(len(was), len(now))
-    pairs = zip(*(side + [None] * (longest - len(side)) for side in (was, now)), strict=True)
-    return next((a, b) for a, b in pairs if a != b)
+    """The first inputs that differ, each None where there are no more."""
+    pairs = zip_longest(was if isinstance(was, list) else [], now)
+    return next((pair for pair in pairs if not _is_same_input(*pair)), (None, None))
+
+
+def _is_same_input(was: Any, now: Any) -> bool:
+    """Whether an input is the recorded one; folders made before inputs had checksums do without."""
+    if isinstance(was, dict) and isinstance(now, dict) and "checksum" not in was:
+        now = {name: value for name, value in now.items() if name != "checksum"}
+    return bool(was == now)

@@ -71,10 +71,12 @@ def prepare(
             raise ValueError(f"{name}: got {value}, expected at least 1")
     coder, out = load_tokenizer(tokenizer), Path(out)
     try:
-        parts = open_parts(inputs, field=field, config=config, split=split)
+        parts = open_parts(inputs, field=field, config=config, split=split, without=out)
         settings = {
             "format": FORMAT,
-            "inputs": [{"name": part.name, "bytes": part.size} for part in parts],
+            "inputs": [
+                {"name": part.name, "bytes": part.size, "checksum": part.checksum} for part in parts
+            ],
             "field": field,
             "tokenizer": {"name": coder.name, "sha256": coder.sha256},
             "bos_id": _special(coder, "bos", bos, coder.bos_id),

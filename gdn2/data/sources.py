@@ -38,7 +38,12 @@ class Document(NamedTuple):
 
 
 def open_parts(
-    inputs: Sequence[str], *, field: str = "text", config: str | None = None, split: str = "train"
+    inputs: Sequence[str],
+    *,
+    field: str = "text",
+    config: str | None = None,
+    split: str = "train",
+    without: Path | None = None,
 ) -> list[Part]:
     """The parts of inputs, each a file, a folder, "hf://name" or "python".
 
@@ -47,15 +52,20 @@ def open_parts(
         field: where JSON lines, parquet files and datasets hold the text.
         config: which configuration of a dataset, where it has several.
         split: which split of a dataset.
+        without: a folder that is passed over where a search comes by.
     """
     parts: list[Part] = []
     for given in inputs:
+        if not given.removeprefix(HUB):  # as a path, nothing at all would be the current folder
+            raise ValueError(
+                f"inputs: got {given!r}, expected a file, a folder, {HUB}NAME or {LIBRARY}"
+            )
         if given.startswith(HUB):
             parts.append(HubDataset(given.removeprefix(HUB), config, split, field))
         elif given == LIBRARY:
             parts.append(Library())
         else:
-            parts += _files(Path(given), field)
+            parts += _files(Path(given), field, without)
     return parts
 
 
@@ -76,11 +86,13 @@ def read_documents(
         before += parts[i].size
 
 
-def _files(path: Path, field: str) -> list[Part]:
+def _files(path: Path, field: str, without: Path | None) -> list[Part]:
     files = {path.name: path}
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*"))
-        files = {name: path / name for name in names if not f"/{name}".count("/.")}
+        passed = _below(path, without)
+        shown = (name for name in names if not f"/{name}".count("/."))
+        files = {name: path / name for name in shown if not name.startswith(passed)}
     kinds = {name: _kind(file) for name, file in files.items() if file.is_file()}
     parts: list[Part] = [
         kind(files[name], name, field) for name, kind in kinds.items() if kind is not None
@@ -90,6 +102,12 @@ def _files(path: Path, field: str) -> list[Part]:
         known = f"{', '.join(KINDS)} (all but the last also {' or '.join(COMPRESSED)})"
         raise ValueError(f"input {str(path)!r}: {what}, expected {known}, {HUB}NAME or {LIBRARY}")
     return parts
+
+
+def _below(path: Path, inner: Path | None) -> tuple[str, ...]:
+    """How names of files in an inner folder begin, as seen from a folder; none where it does not lie below."""
+    root, inner = path.resolve(), inner and inner.resolve()
+    return (f"{inner.relative_to(root).as_posix()}/",) if inner and root in inner.parents else ()
 
 
 def _kind(file: Path) -> type[TextFile | JsonLines | ParquetFile] | None:

@@ -19,6 +19,7 @@ from gdn2.data.checks import require, require_integer
 from gdn2.data.corpus import Split
 
 Row = NDArray[np.int64]
+MOST_POWER = 16  # with which the weights of all slots stay finite, however long the row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class RecallConfig:
         require_integer("pairs", self.pairs, 1)
         least = 2 * self.pairs + 2
         require_integer("vocab_size", self.vocab_size, least)
-        require(self.power > 0, "power", self.power, "more than 0")
+        fits = 0 < self.power <= MOST_POWER
+        require(fits, "power", self.power, f"a finite number above 0, at most {MOST_POWER}")
 
     @property
     def shortest(self) -> int:
@@ -58,7 +60,7 @@ class RecallConfig:
         keys = 1 + rand.choice(half - 1, self.pairs, replace=False)
         values = half + rand.choice(self.vocab_size - half, self.pairs, replace=False)
         slots = (length - 2 * self.pairs) // 2
-        weights = np.arange(1, slots + 1) ** (self.power - 1)
+        weights = np.arange(1, slots + 1, dtype=np.float64) ** (self.power - 1)
         chosen = rand.choice(slots, self.pairs, replace=False, p=weights / weights.sum())
         # The slots drawn first tend to lie first; that must not tell which pair is asked for in them.
         asked = 2 * (self.pairs + rand.permutation(chosen))

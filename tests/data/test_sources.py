@@ -89,6 +89,19 @@ def test_folders_are_searched_in_order(tmp_path: Path) -> None:
     assert [part.name for part in open_parts([str(tmp_path / "a/b.txt")])] == ["b.txt"]
 
 
+def test_a_search_passes_over_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a/b/c.txt", "a/b/d/e.txt", "a/bc.txt", "a/bc/d.txt", "c/a/b/d.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    assert texts(".", without=Path("a/b")) == texts(tmp_path, without=Path("a/b")) == names[2:]
+    assert texts(".", without=tmp_path / "nowhere") == names
+    assert texts("a/b/c.txt", without=Path("a/b")) == names[:1]  # asked for by name
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert texts("link", without=Path("a/b")) == ["a/bc.txt", "a/bc/d.txt"]
+
+
 def test_the_standard_library_is_an_input() -> None:
     own = list(library_documents())
     assert texts("python") == own
@@ -153,6 +166,19 @@ def test_damaged_files_are_named(tmp_path: Path, kind: str, how: str) -> None:
         texts(file)
 
 
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.zst", "a.jsonl.zst"])
+def test_empty_archives_are_damaged(tmp_path: Path, name: str) -> None:
+    """A whole one has a header, even of nothing; bad lines may be skipped, but not this."""
+    file = tmp_path / name
+    file.touch()
+    parts = open_parts([str(file)])
+    with pytest.raises(ValueError, match=rf"{name}: damaged \(it is empty\), expected a whole"):
+        list(read_documents(parts, START, skip_bad=True))
+    pack = gzip if name.endswith(".gz") else pytest.importorskip("zstandard")
+    file.write_bytes(pack.compress(b""))
+    assert not any(texts(file))
+
+
 def test_unknown_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").touch()
     (tmp_path / "b.parquet.gz").touch()
@@ -161,6 +187,15 @@ def test_unknown_inputs_are_named(tmp_path: Path) -> None:
             open_parts([str(tmp_path / name)])
     with pytest.raises(ValueError, match=r"input '.*nowhere': no such file or folder"):
         open_parts([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("given", ["", "hf://"])
+def test_inputs_without_a_name_are_refused(given: str) -> None:
+    """As a path, nothing at all is the current folder."""
+    with pytest.raises(
+        ValueError, match=rf"^inputs: got '{given}', expected a file, a folder, hf:"
+    ):
+        open_parts(["python", given])
 
 
 @pytest.mark.parametrize(

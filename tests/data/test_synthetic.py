@@ -1,5 +1,6 @@
 """The answers of every task, found again from the ids alone by other means."""
 
+import math
 from collections import Counter
 from itertools import permutations
 
@@ -8,6 +9,7 @@ import torch
 
 from gdn2.data.batch import IGNORED
 from gdn2.data.synthetic import (
+    MOST_POWER,
     CopyConfig,
     NeedleConfig,
     ParityConfig,
@@ -156,6 +158,13 @@ def test_questions_follow_a_power_law() -> None:
     assert ((counts - expected).abs() < 4 * expected.sqrt()).all()
 
 
+def test_the_steepest_law_has_finite_weights() -> None:
+    """Nearly all questions come last, in rows much longer than anyone trains on."""
+    config = RecallConfig(pairs=2, vocab_size=8, power=MOST_POWER)
+    targets = Task(config, 2**21, 0, "train").batch(0, 1).targets[0]
+    assert (targets != IGNORED).nonzero().flatten().min() > 2**20
+
+
 def test_needles_lie_at_every_depth() -> None:
     ids = Task(NeedleConfig(needles=2), 20, 0, "train").batch(0, 2000).ids[:, :-2]
     counts = (ids == 0).sum(0)
@@ -176,7 +185,10 @@ def test_a_row_too_short(config: TaskConfig) -> None:
     [
         (RecallConfig, {"pairs": 0}, "pairs: got 0, expected an integer of at least 1"),
         (RecallConfig, {"pairs": 8, "vocab_size": 17}, "vocab_size: got 17, .* at least 18"),
-        (RecallConfig, {"power": 0.0}, "power: got 0.0, expected more than 0"),
+        (RecallConfig, {"power": 0.0}, "power: got 0.0, expected a finite number above 0"),
+        (RecallConfig, {"power": math.inf}, "power: got inf, expected a finite number"),
+        (RecallConfig, {"power": math.nan}, "power: got nan, expected a finite number"),
+        (RecallConfig, {"power": 1e3}, "power: got 1000.0, expected a finite number .* at most 16"),
         (NeedleConfig, {"needles": 0}, "needles: got 0"),
         (NeedleConfig, {"needles": 9, "keys": 8}, "keys: got 8, .* at least 9"),
         (NeedleConfig, {"fillers": 0}, "fillers: got 0"),
