@@ -63,7 +63,9 @@ class Gdn2LM(RequestLM):
         max_batch_size: int | None = None,
     ) -> None:
         """Open a model's folder; `window` and `carry_state` are as for `RequestLM`."""
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = device or "cuda"
+        if where.startswith("cuda") and not torch.cuda.is_available():
+            where = "cpu"  # lm-eval's command line asks for cuda:0 where nothing was said
         model = open_model(pretrained, device=where, dtype=getattr(torch, dtype))
         self._scorer = Scorer(
             model,

@@ -1,7 +1,7 @@
 """Answers in a file that only grows: an evaluation that was killed goes on after the last whole line of it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,21 @@ class AnswerFile:
         self._known: dict[str, Answer] = {}
         self.model: Mapping[str, Any] = model or {}
         self.config = config
-        if model is None or (path.exists() and path.stat().st_size):
-            self._read(model)
+        head = {"format": FORMAT, "model": model, "config": config}
+        content = b"" if model is not None and not path.exists() else self._content()
+        end = content.rfind(b"\n") + 1  # what a killed process left of a line is no answer
+        if model is None:
+            self._read(content[:end])
+        elif _line(head).startswith(content):  # nothing, or a header that was not finished
+            self._cut(0)
+            self._append(head)
         else:
-            self._append({"format": FORMAT, "model": model, "config": config})
+            self._read(content[:end])
+            self.check(
+                {**dict.fromkeys(self.model), **model}, "; choose another folder for this model"
+            )
+            if end < len(content):  # only now: a file that was refused is somebody's
+                self._cut(end)
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -43,44 +54,55 @@ class AnswerFile:
         self._known[key] = answer
         self._append({"key": key, "answer": answer})
 
+    def check(self, model: Mapping[str, Any], advice: str = "") -> None:
+        """Refuse the answers of a model that differs in any of these."""
+        for name, expected in model.items():
+            if self.model.get(name) != expected:
+                raise ValueError(
+                    f"{self.path}: got answers of a model with {name} {self.model.get(name)}, "
+                    f"expected {expected}{advice}"
+                )
+
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self.path.open("ab") as file:
+            file.write(_line(line))
 
-    def _read(self, model: Mapping[str, Any] | None) -> None:
-        lines = self._lines()
-        head = next(lines, {})
-        if head.get("format") != FORMAT or not isinstance(head.get("model"), dict):
-            raise ValueError(f"{self.path}: got another file, expected one in format {FORMAT!r}")
-        self.model, self.config = head["model"], head.get("config", self.config)
-        if model is not None:
-            for name in {**model, **self.model}:
-                if model.get(name) != self.model.get(name):
-                    raise ValueError(
-                        f"{self.path}: got answers of a model with {name} {self.model.get(name)}, "
-                        f"expected {model.get(name)}; choose another folder for this model"
-                    )
-        for line in lines:
-            self._known[line["key"]] = line["answer"]
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines; what a killed process left of one is cut off."""
-        try:
-            content = self.path.read_bytes()
-        except OSError as reason:
-            raise ValueError(f"{self.path}: got {reason.strerror}, expected answers") from None
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
+    def _cut(self, end: int) -> None:
+        if self.path.exists():
             with self.path.open("rb+") as file:
                 file.truncate(end)
-        for number, line in enumerate(content[:end].splitlines(), start=1):
+
+    def _content(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except OSError as reason:
+            raise ValueError(f"{self.path}: got {reason.strerror}, expected answers") from None
+
+    def _read(self, content: bytes) -> None:
+        head, *lines = content.splitlines() or [b""]
+        try:
+            about = json.loads(head)
+        except ValueError:
+            about = None
+        known = isinstance(about, dict) and about.get("format") == FORMAT
+        if not known or not isinstance(about.get("model"), dict):
+            raise ValueError(f"{self.path}: got another file, expected one in format {FORMAT!r}")
+        self.model, self.config = about["model"], about.get("config", self.config)
+        self._known = dict(self._answers(lines))
+
+    def _answers(self, lines: Iterable[bytes]) -> Iterator[tuple[str, Answer]]:
+        for number, line in enumerate(lines, start=2):
             try:
                 found = json.loads(line)
             except ValueError as reason:
                 raise ValueError(
                     f"{self.path}, line {number}: got {reason}, expected JSON"
                 ) from None
-            wanted = set() if number == 1 else {"key", "answer"}
-            if not isinstance(found, dict) or not wanted <= found.keys():
+            whole = isinstance(found, dict) and isinstance(found.get("key"), str)
+            if not whole or "answer" not in found:
                 raise ValueError(f"{self.path}, line {number}: got {found!r}, expected an answer")
-            yield found
+            yield found["key"], found["answer"]
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"

@@ -29,12 +29,17 @@ def run_task(
     adapter = need("gdn2.evals.adapter", "eval", name)
     evaluator = need("lm_eval.evaluator", "eval", name)
     asked: list[int] = []
+    mistakes: list[Exception] = []  # of what answers
     out, err = sys.stdout, sys.stderr
 
     def noting(requests: Sequence[Request]) -> Sequence[Answer]:
         asked.append(len(requests))
         with redirect_stdout(out), redirect_stderr(err):
-            return answer(requests)
+            try:
+                return answer(requests)
+            except Exception as reason:
+                mistakes.append(reason)
+                raise
 
     with TemporaryDirectory() as folder, _silence(), _alone(evaluator):
         manager = _manager(name, data, Path(folder))
@@ -48,10 +53,11 @@ def run_task(
                 bootstrap_iters=RESAMPLES,
             )
         except Exception as reason:  # libraries raise whatever they like over data that do not fit
-            if asked:
+            if reason in mistakes:
                 raise
             line = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
-            raise ValueError(f"{name}: got {line}, expected the task's data") from reason
+            wanted = "rows and answers that give its metrics" if asked else "the task's data"
+            raise ValueError(f"{name}: got {line}, expected {wanted}") from reason
     return _readable(name, found)
 
 

@@ -1,7 +1,7 @@
 """lm-eval's tasks over files of a folder: its own task files, included by others that only say where the rows are."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,38 @@ CHOICES: Mapping[str, Field] = {"choices": dict, "answerKey": str}
 
 
 @dataclass(frozen=True)
+class Gold:
+    """The field that says which answer is right, and what it may say."""
+
+    name: str
+    among: Callable[[Row, str], Sequence[str]]  # from a row and its place
+
+
+def _fixed(*values: str) -> Callable[[Row, str], Sequence[str]]:
+    return lambda row, where: values
+
+
+def _endings(row: Row, where: str) -> Sequence[str]:
+    texts = _texts(row["endings"], f"{where}, field 'endings'")
+    return [str(number) for number in range(len(texts))]
+
+
+def _labels(row: Row, where: str) -> Sequence[str]:
+    where, choices = f"{where}, field 'choices'", row["choices"]
+    texts, labels = (_texts(choices.get(name), where) for name in ("text", "label"))
+    if len(texts) != len(labels):
+        raise ValueError(f"{where}: got {len(labels)} labels, expected {len(texts)} as of texts")
+    return labels
+
+
+def _texts(found: Any, where: str) -> list[str]:
+    strings = isinstance(found, list) and all(isinstance(t, str) and t.strip() for t in found)
+    if not strings or not found:
+        raise ValueError(f"{where}: got {found!r}, expected a list of texts")
+    return list(found)
+
+
+@dataclass(frozen=True)
 class Source:
     """A task of lm-eval: its file there, the split that is scored, and what may stand in for that."""
 
@@ -20,8 +52,11 @@ class Source:
     split: str
     stems: tuple[str, ...]  # names of files, without their endings
     fields: Mapping[str, Field]
+    gold: Gold | None = None
+    blank: tuple[str, ...] = ()  # texts that may be; one of the others would be scored as something
 
 
+CHOICE = Gold("answerKey", _labels)
 SOURCES = {
     "wikitext": Source(
         "wikitext/wikitext.yaml",
@@ -37,30 +72,39 @@ SOURCES = {
         "validation",
         ("piqa_validation",),
         {"goal": str, "sol1": str, "sol2": str, "label": int},
+        Gold("label", _fixed("0", "1")),
     ),
     "hellaswag": Source(
         "hellaswag/hellaswag.yaml",
         "validation",
         ("hellaswag_validation",),
         {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": (str, int)},
+        Gold("label", _endings),
+        blank=("ctx_b",),
     ),
     "winogrande": Source(
         "winogrande/default.yaml",
         "validation",
         ("winogrande_validation", "winogrande_xl_validation"),
         {"sentence": str, "option1": str, "option2": str, "answer": str},
+        Gold("answer", _fixed("1", "2")),
     ),
     "arc_easy": Source(
-        "arc/arc_easy.yaml", "test", ("arc_easy_test",), {"question": str, **CHOICES}
+        "arc/arc_easy.yaml", "test", ("arc_easy_test",), {"question": str, **CHOICES}, CHOICE
     ),
     "arc_challenge": Source(
-        "arc/arc_challenge.yaml", "test", ("arc_challenge_test",), {"question": str, **CHOICES}
+        "arc/arc_challenge.yaml",
+        "test",
+        ("arc_challenge_test",),
+        {"question": str, **CHOICES},
+        CHOICE,
     ),
     "openbookqa": Source(
         "openbookqa/openbookqa.yaml",
         "test",
         ("openbookqa_test",),
         {"question_stem": str, **CHOICES},
+        CHOICE,
     ),
     "social_iqa": Source(
         "siqa/siqa.yaml",
@@ -68,12 +112,14 @@ SOURCES = {
         ("social_iqa_validation",),
         {"context": str, "question": str, **dict.fromkeys(("answerA", "answerB", "answerC"), str)}
         | {"label": (str, int)},
+        Gold("label", _fixed("1", "2", "3")),
     ),
     "boolq": Source(
         "super_glue/boolq/default.yaml",
         "validation",
         ("boolq_validation",),
         {"passage": str, "question": str, "label": int},
+        Gold("label", _fixed("0", "1")),
     ),
 }
 
@@ -90,7 +136,7 @@ def task_file(name: str, stock: Path, data: Path | None) -> dict[str, Any]:
     if data is None:
         return own
     file = find_file(name, data)
-    check_rows(file, source.fields)
+    check_rows(file, source)
     splits = {f"{split}_split": None for split in ("training", "validation", "test")}
     return own | {
         "dataset_path": "json",
@@ -106,12 +152,16 @@ def write_task_file(name: str, stock: Path, data: Path | None, folder: Path) -> 
     (folder / f"{name}.yaml").write_text(json.dumps(task_file(name, stock, data), indent=1))
 
 
-def check_rows(file: Path, fields: Mapping[str, Field]) -> None:
-    """Refuse a file without rows, or one in which a field is missing or of another kind."""
-    rows = read_rows(file)
-    for number, row in enumerate(rows, start=1):
-        for name, kind in fields.items():
-            _check_field(row, name, kind, f"{file}, row {number}")
+def check_rows(file: Path, source: Source) -> None:
+    """Refuse a file without rows, or one with a row of which lm-eval would make nothing, or nonsense."""
+    for number, row in enumerate(read_rows(file), start=1):
+        where = f"{file}, row {number}"
+        for name, kind in source.fields.items():
+            _check_field(row, name, kind, where)
+            if kind is str and name not in source.blank and not row[name].strip():
+                raise ValueError(f"{where}, field {name!r}: got {row[name]!r}, expected some text")
+        if source.gold is not None:
+            _check_gold(row, source.gold, where)
 
 
 def _check_field(row: Row, name: str, kind: Field, where: str) -> None:
@@ -121,3 +171,11 @@ def _check_field(row: Row, name: str, kind: Field, where: str) -> None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         words = " or ".join(one.__name__ for one in kinds)
         raise ValueError(f"{where}, field {name!r}: got {row[name]!r}, expected {words}")
+
+
+def _check_gold(row: Row, gold: Gold, where: str) -> None:
+    """lm-eval takes -1 for the last choice, or for one that nobody finds."""
+    found, among = row[gold.name], gold.among(row, where)
+    if str(int(found) if isinstance(found, bool) else found) not in among:
+        said = " or ".join(among)
+        raise ValueError(f"{where}, field {gold.name!r}: got {found!r}, expected {said}")

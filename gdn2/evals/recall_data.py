@@ -86,7 +86,14 @@ def _asked_around(row: Row, where: str) -> Item | None:
     item = _asked(row, where)
     (first, *_), *rest = item.gold
     others = row.get("alt_answers", [answer for answers in rest for answer in answers])
-    return _sought(replace(item, anchors=(first,), others=others, token=row.get("tok_pos")))
+    if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
+        raise ValueError(
+            f"{where}, field 'alt_answers': got {others!r}, expected strings in a list"
+        )
+    token = row.get("tok_pos")
+    if not isinstance(token, int | None):
+        raise ValueError(f"{where}, field 'tok_pos': got {token!r}, expected a number or null")
+    return _sought(replace(item, anchors=(first,), others=others, token=token))
 
 
 def _sought(item: Item) -> Item | None:
@@ -95,11 +102,11 @@ def _sought(item: Item) -> Item | None:
 
 
 def _gold(row: Row, where: str) -> Gold:
-    """The answers as alternatives, each of one string or of several."""
+    """The answers as alternatives, each of one string or of several; blank ones would always be right."""
     answers = list_field(row, "answers", where)
     gold = [answer if isinstance(answer, list) else [answer] for answer in answers]
-    if not all(part and all(isinstance(text, str) for text in part) for part in gold):
-        raise ValueError(f"{where}, field 'answers': got {answers!r}, expected strings in it")
+    if not all(part and all(isinstance(t, str) and t.strip() for t in part) for part in gold):
+        raise ValueError(f"{where}, field 'answers': got {answers!r}, expected strings with text")
     return gold
 
 

@@ -1,6 +1,5 @@
 """What an evaluation leaves: whose numbers they are, what made them, and the numbers."""
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,11 +15,13 @@ from gdn2.evals.answers import AnswerFile
 from gdn2.evals.encoding import check_vocabulary
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_json, standing
-from gdn2.models.folder import load_config
+from gdn2.models.folder import CONFIG, load_config
 from gdn2.models.presets import preset, preset_names
+from gdn2.models.weights import checksum
 from gdn2.ops.arguments import require
 
 FORMAT = "gdn2 results 1"
+WEIGHTS, RANDOM = "model*.safetensors", "random"
 LIBRARIES = ("gdn2", "torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
 
 
@@ -43,11 +44,28 @@ def describe(
     check_vocabulary(tokenizer, config)
     return {
         "config": config.digest,
-        "weights": _checksum(folder) if own else "random",
+        "weights": checksum(folder) if own else RANDOM,
         "step": _step(folder.absolute()) if own else 0,
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": tokenizer.sha256 or tokenizer.name,
     }
+
+
+def known_of(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """As much of that as can be told where a model was not asked itself: its folder may lack weights, or be elsewhere.
+
+    Precision and training step are left out: another device has another precision, a copied folder no run beside it.
+    """
+    folder = standing(Path(name))
+    known: dict[str, Any] = {"tokenizer": tokenizer.sha256 or tokenizer.name}
+    if folder.is_dir():
+        if (folder / CONFIG).is_file():
+            known["config"] = config_of(name).digest
+        if any(folder.glob(WEIGHTS)):
+            known["weights"] = checksum(folder)
+    elif name in preset_names():
+        known |= {"config": config_of(name).digest, "weights": RANDOM}
+    return known
 
 
 def libraries() -> dict[str, str]:
@@ -92,15 +110,6 @@ class Results:
         written = self.path.with_name(f".{self.path.name}")
         written.write_text(json.dumps(self.record, indent=1) + "\n")
         written.replace(self.path)
-
-
-def _checksum(folder: Path) -> str:
-    """Of all weights, in the order of their files."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.glob("model*.safetensors")):
-        with file.open("rb") as content:
-            whole.update(hashlib.file_digest(content, "sha256").digest())
-    return whole.hexdigest()
 
 
 def _step(folder: Path) -> int | None:

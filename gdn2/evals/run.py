@@ -13,7 +13,7 @@ from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests
-from gdn2.evals.results import Results, config_of, describe, libraries
+from gdn2.evals.results import Results, config_of, describe, known_of, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
 from gdn2.models.files import standing
@@ -55,6 +55,12 @@ class Subject:
     def tokenizer(self) -> Tokenizer:
         folder = standing(Path(self.name))
         return load_tokenizer(self.tokenizer_name or (folder if folder.is_dir() else BYTES))
+
+    def given(self, file: Path) -> AnswerFile:
+        """Its answers in a file from elsewhere, which is only read; those of another model are refused."""
+        answers = AnswerFile(file, None)
+        answers.check(known_of(self.name, self.tokenizer))
+        return answers
 
     def answers(self, folder: Path) -> AnswerFile:
         """Its answers in a folder, which is made where there is none."""
@@ -115,7 +121,7 @@ def evaluate(
     again goes on where it was. With `answers`, a file of them from elsewhere, no model is needed.
     """
     check_limit(limit)
-    given = AnswerFile(answers, None) if answers else subject.answers(out)
+    given = subject.given(answers) if answers else subject.answers(out)
     answerer = Answerer(None if answers else subject, given, report)
     out.mkdir(parents=True, exist_ok=True)
     results = Results(out / RESULTS, given, subject.name)
@@ -141,7 +147,8 @@ def save_requests(
 ) -> Saved:
     """Write the requests of tasks to a file; only the tokenizer is needed."""
     check_limit(limit)
-    found: list[Request] = []
+    kept: list[Request] = []
+    found: list[Request] = []  # of one task, kept once it has gone through
     nothing: dict[str, Answer] = {"generate": "", "rolling": 0.0, "loglikelihood": [0.0, False]}
 
     def record(requests: Sequence[Request]) -> list[Answer]:
@@ -152,18 +159,20 @@ def save_requests(
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
     for name in tasks:
+        found.clear()
         try:
             job = make_job(name, sources)
             result = job.run(record, subject.tokenizer, limit)
             about[name] = {"version": result["version"], "protocol": job.protocol}
+            kept.extend(found)
         except MissingDataError as reason:
             skipped[name] = str(reason)
         except ValueError as reason:
             failed[name] = _named(name, reason)
     said: dict[str, Any] = {"tokenizer": subject.tokenizer.sha256 or subject.tokenizer.name}
     said |= {"limit": limit, "tasks": about, "skipped": {**skipped, **failed}}
-    write_requests(file, found, said | {"libraries": libraries()})
-    return Saved(len(found), skipped, failed)
+    write_requests(file, kept, said | {"libraries": libraries()})
+    return Saved(len(kept), skipped, failed)
 
 
 def _named(task: str, reason: ValueError) -> str:

@@ -21,11 +21,11 @@ from gdn2.evals.request import Request
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.layers.config import AttentionConfig, DeltaConfig
 from gdn2.models.config import ModelConfig
-from gdn2.models.folder import save_model
 from gdn2.models.language_model import LanguageModel
 from tests.data.samples import save_json
 from tests.evals.cases import SHARED, write_rows
 from tests.evals.rows import ROWS, write_folder
+from tests.evals.subjects import write_model
 
 lm_eval: Any = pytest.importorskip("lm_eval")
 datasets: Any = pytest.importorskip("datasets")
@@ -178,12 +178,53 @@ def test_a_wrong_field_is_one_line(change: dict[str, Any], message: str, tmp_pat
         run_task("piqa", lambda _: [], window=9, data=tmp_path, limit=None)
 
 
-def test_rows_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    """Of the right fields and kinds, but a gold answer that is none of the choices."""
-    write_rows(tmp_path / "arc_easy_test.jsonl", [ROWS["arc_easy"][0] | {"answerKey": "Z"}])
-    with pytest.raises(ValueError, match=r"arc_easy: got .*, expected the task's data") as caught:
-        run_task("arc_easy", lambda _: [], window=9, data=tmp_path, limit=None)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("wikitext", {"page": " \n"}, r"field 'page': got ' \n', expected some text"),
+        ("lambada_openai", {"text": ""}, "field 'text': got '', expected some text"),
+        ("piqa", {"label": 2}, "field 'label': got 2, expected 0 or 1"),
+        ("piqa", {"sol1": ""}, "field 'sol1': got '', expected some text"),
+        ("hellaswag", {"label": "4"}, "field 'label': got '4', expected 0 or 1 or 2 or 3"),
+        ("hellaswag", {"label": ""}, "field 'label': got '', expected 0 or 1 or 2 or 3"),
+        ("hellaswag", {"endings": []}, "field 'endings': got [], expected a list of texts"),
+        ("winogrande", {"answer": "0"}, "field 'answer': got '0', expected 1 or 2"),
+        ("arc_easy", {"answerKey": "Z"}, "field 'answerKey': got 'Z', expected A or B or C or D"),
+        ("arc_challenge", {"choices": {}}, "field 'choices': got None, expected a list of texts"),
+        (
+            "openbookqa",
+            {"choices": {"text": ["salt", "rope"], "label": ["1"]}},
+            "field 'choices': got 1 labels, expected 2 as of texts",
+        ),
+        ("social_iqa", {"label": "0"}, "field 'label': got '0', expected 1 or 2 or 3"),
+        ("boolq", {"label": -1}, "field 'label': got -1, expected 0 or 1"),
+    ],
+)
+def test_rows_that_do_not_fit_are_one_line(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Of the right fields and kinds, but without a text, or with a gold answer that is none of the choices."""
+    file = tmp_path / f"{SOURCES[name].stems[0]}.jsonl"
+    write_rows(file, [ROWS[name][0] | change])
+    with pytest.raises(ValueError, match=re.escape(f"{file}, row 1, {message}")):
+        run_task(name, lambda _: [], window=9, data=tmp_path, limit=None)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_that_fit_are_taken(name: str, tmp_path: Path) -> None:
+    check_rows(write_rows(tmp_path / "rows.jsonl", ROWS[name]), SOURCES[name])
+
+
+def test_answers_that_give_no_metric_are_one_line(tmp_path: Path) -> None:
+    """Here a perplexity that overflows: whatever lm-eval makes of it ends this task, not the others."""
+    with pytest.raises(ValueError, match=r"wikitext: got OverflowError: .*, expected rows and"):
+        run_task(
+            "wikitext",
+            lambda requests: [-1e9] * len(requests),
+            window=9,
+            data=write_folder(tmp_path),
+            limit=None,
+        )
 
 
 def test_a_mistake_of_the_model_is_not_one_of_the_data(tmp_path: Path) -> None:
@@ -203,7 +244,7 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
     ]:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message) as caught:
-            check_rows(file, SOURCES["piqa"].fields)
+            check_rows(file, SOURCES["piqa"])
         assert "\n" not in str(caught.value)
 
 
@@ -215,25 +256,27 @@ def test_the_protocol_says_what_was_read(tmp_path: Path) -> None:
     assert "rows of the hub's; the state is carried" in protocol("wikitext", None, None)
 
 
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0"])
+def test_without_a_gpu_the_cpu_answers(
+    device: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's command line asks for cuda:0 on every machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    adapter: Any = import_module("gdn2.evals.adapter")
+    asked = adapter.Gdn2LM(str(write_model(tmp_path / "model")), device=device)
+    (answer,) = asked._scored([Request("t", 0, "loglikelihood", "the", " map")])
+    assert answer[0] < 0
+
+
 @pytest.mark.slow  # lm-eval reads all of its task files
 def test_lm_evals_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_json(tmp_path / "tokenizer.json")
-    model = LanguageModel(
-        ModelConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            cell=(DeltaConfig(num_heads=1, key_head_dim=8, value_head_dim=8),),
-            vocab_size=400,
-        )
-    )
-    save_model(model, tmp_path / "model", tokenizer=tmp_path / "tokenizer.json")
     monkeypatch.setattr(sys, "argv", [])
     folder = write_folder(tmp_path / "data")
-    words = ["--model", "gdn2", "--model_args", f"pretrained={tmp_path / 'model'},window=16"]
-    main([*words, "--tasks", "boolq,wikitext", "--data", str(folder), "--device", "cpu"])
+    model = write_model(tmp_path / "model")
+    words = ["--model", "gdn2", "--model_args", f"pretrained={model},window=16"]
+    main([*words, "--tasks", "boolq,wikitext", "--data", str(folder)])
     printed = capsys.readouterr().out
     assert "word_perplexity" in printed
     assert re.search(r"boolq\s*\|\s*2\|none\s*\|\s*0\|acc", printed)

@@ -4,6 +4,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +100,46 @@ def test_answers_of_another_model_are_refused_and_kept(tmp_path: Path) -> None:
             AnswerFile(file, MODEL)
     with pytest.raises(ValueError, match="No such file or directory, expected answers"):
         AnswerFile(tmp_path / "nowhere", None)
+
+
+HEAD = json.dumps({"format": FORMAT, "model": MODEL, "config": None})
+
+
+@pytest.mark.parametrize("model", [MODEL, None])
+@pytest.mark.parametrize(
+    "content", ["notes", "first\nsecond", '[1]\n{"a"', f"{HEAD}\n[]\n{{", '{"format": "other"}']
+)
+def test_a_refused_file_stays_as_it_is(
+    content: str, model: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Also without a line break at its end."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="expected"):
+        AnswerFile(file, model)
+    assert file.read_text() == content
+
+
+def test_torn_answers_of_another_model_stay_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(f'{HEAD}\n{{"key"')
+    with pytest.raises(ValueError, match="with step 5, expected 6"):
+        AnswerFile(file, MODEL | {"step": 6})
+    assert file.read_text() == f'{HEAD}\n{{"key"'
+
+
+def test_answers_that_are_only_read_are_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    content = f'{HEAD}\n{{"key": "a", "answer": 1.0}}\n{{"key"'
+    file.write_text(content)
+    file.chmod(0o444)
+    assert AnswerFile(file, None)["a"] == 1.0
+    assert file.read_text() == content
+
+
+def test_a_torn_header_is_begun_again(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    for content in ("", HEAD[:40], HEAD):
+        file.write_text(content)
+        AnswerFile(file, MODEL)
+        assert file.read_text() == f"{HEAD}\n"

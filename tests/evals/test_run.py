@@ -1,4 +1,4 @@
-"""Whole evaluations over rows of our own: resumed, limited, skipped, failed, and answered elsewhere."""
+"""Whole evaluations over rows of our own: resumed, limited, and answered elsewhere."""
 
 import json
 import sys
@@ -12,52 +12,18 @@ from gdn2.evals import run
 from gdn2.evals.request import Request
 from gdn2.evals.run import Progress, Subject, answer_requests, evaluate, save_requests
 from gdn2.evals.scoring import Scorer
-from gdn2.evals.suites import CARRIED, COLUMNS, SUITES, Sources, columns, tasks_of
-from gdn2.layers.config import DeltaConfig
+from gdn2.evals.suites import CARRIED, COLUMNS, SUITES, columns, tasks_of
 from gdn2.models.config import ModelConfig
-from gdn2.models.folder import save_model
-from gdn2.models.language_model import LanguageModel
-from tests.data.samples import save_json
-from tests.evals.cases import essay, write_rows
-from tests.evals.rows import write_folder
+from tests.evals.cases import essay
+from tests.evals.subjects import furnish, sources, subject
 
 pytest.importorskip("lm_eval")
 TASKS = ["lambada_openai", "boolq", "swde"]
-KEYED = [
-    {"text": f"A film. Year: 199{i}. By Ada.", "key": "Year", "value": f"199{i}"} for i in range(3)
-]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with a model in a run's folder, and data."""
-    save_json(tmp_path / "tokenizer.json")
-    model = LanguageModel(
-        ModelConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            cell=(DeltaConfig(num_heads=1, key_head_dim=8, value_head_dim=8),),
-            vocab_size=400,
-        )
-    )
-    folder = tmp_path / "run/checkpoints/step-00000120/model"
-    folder.parent.mkdir(parents=True)
-    save_model(model, folder, tokenizer=tmp_path / "tokenizer.json")
-    write_rows(write_folder(tmp_path / "data") / "swde.jsonl", KEYED)
-    return tmp_path
-
-
-def subject(
-    place: Path, name: str = "run/checkpoints/step-00000120/model", **others: Any
-) -> Subject:
-    return Subject(
-        name=str(place / name), device=torch.device("cpu"), dtype=torch.float32, **others
-    )
-
-
-def sources(place: Path, **others: Any) -> Sources:
-    return Sources(data=place / "data", window=16, **others)
+    return furnish(tmp_path)
 
 
 class KilledError(Exception):
@@ -164,28 +130,6 @@ def test_requests_of_other_tasks_are_saved_beside_damaged_data(place: Path) -> N
     assert (saved.requests, saved.skipped) == (whole.requests, {})
     assert saved.failed["piqa"].startswith("piqa: ")
     assert "line 1: got" in saved.failed["piqa"]
-
-
-def test_requests_of_another_tokenizer_are_refused(place: Path) -> None:
-    save_requests(subject(place), ["boolq"], sources(place), place / "requests.jsonl")
-    (place / "other").mkdir()
-    text = (place / "tokenizer.json").read_text() + "\n"
-    (place / "other/tokenizer.json").write_text(text)
-    other = subject(place, tokenizer_name=str(place / "other"))
-    with pytest.raises(ValueError, match=r"tokenizer: got one with checksum .*, expected .* as in"):
-        answer_requests(other, place / "requests.jsonl", place / "gpu")
-
-
-def test_missing_data_are_skipped_and_wrong_ones_fail(place: Path) -> None:
-    for file in (*place.glob("data/piqa*"), *place.glob("data/wikitext*")):
-        file.unlink()
-    (place / "data/swde.jsonl").write_text('{"text": "A film."}\n')
-    tasks = ["piqa", "swde", "niah_single_2", "boolq", "wikitext", CARRIED]
-    record = evaluate(subject(place), tasks, sources(place), place / "out")
-    assert list(record["tasks"]) == ["boolq"]
-    assert set(record["skipped"]) == {"piqa", "niah_single_2", "wikitext", CARRIED}
-    assert "got no essays" in record["skipped"]["niah_single_2"]
-    assert "row 1: got fields text, expected also 'key'" in record["failed"]["swde"]
 
 
 def test_a_length_shorter_than_the_question_fails(place: Path) -> None:
