@@ -56,7 +56,7 @@ def export_run(
     metrics = _metrics_at(run, _step(source.parent))
     numbers = {}
     if results is not None:
-        numbers = read_results(Path(results), model.config.digest, metrics.get("step"))
+        numbers = read_results(Path(results), source, model.config.digest, metrics.get("step"))
     card = model_card(folder.name, model.config, read_json(run / "config.json"), metrics, numbers)
     has_tokenizer = any(source.glob("tokenizer.*"))
     with new_folder(folder) as written:

@@ -26,13 +26,15 @@ def layout_of(
         require(batch == 1, "cu_seq_lens_q", f"one beside {batch} rows", "one row")
         return Layout.packed(cu_seq_lens, length)
     for name, table in {"position_ids": position_ids, "seq_idx": seq_idx}.items():
-        fits = table is None or (table.ndim == 2 and table.shape[1] == length)
-        require(fits, name, None if table is None else ("shape", table), f"[batch, {length}]")
+        # One row may stand for all, as the positions do that transformers makes.
+        fits = table is None or tuple(table.shape) in ((batch, length), (1, length))
+        require(fits, name, None if table is None else ("shape", table), (batch, length))
     if seq_idx is not None:
         return _packed(seq_idx[:, 1:] != seq_idx[:, :-1], batch, length)
     if attention_mask is not None:
-        fits = attention_mask.ndim == 2 and attention_mask.shape[1] >= length
-        expected = f"[batch, at least {length}]"
+        flat = attention_mask.ndim == 2
+        fits = flat and attention_mask.shape[0] == batch and attention_mask.shape[1] >= length
+        expected = f"({batch}, at least {length})"
         require(fits, "attention_mask", ("shape", attention_mask), expected)
         real = attention_mask[:, attention_mask.shape[1] - length :] != 0
         if not bool(real.all()):

@@ -4,15 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from gdn2.models.files import read_json
+from gdn2.models.weights import checksum
 from gdn2.ops.arguments import require
 
 Numbers = dict[str, dict[str, Any]]
 
 
-def read_results(file: Path, digest: str, step: int | None) -> Numbers:
+def read_results(file: Path, folder: Path, digest: str, step: int | None) -> Numbers:
     """Numbers by name, for each task.
 
-    `gdn2 eval` says which model it saw; results of another config than `digest`, or of another step, are refused.
+    `gdn2 eval` says which model it saw; results of another config than `digest`, of another step, or of other weights
+    than those in `folder`, are refused.
     """
     data = read_json(file)
     kind = "tasks" if str(data.get("format")).startswith("gdn2 results") else "results"
@@ -26,6 +28,9 @@ def read_results(file: Path, digest: str, step: int | None) -> Numbers:
     same = seen["config"] == digest and (None in (seen["step"], step) or seen["step"] == step)
     found = f"those of model {seen['config']} after step {seen['step']}"
     require(same, f"{file}", found, f"of {digest} after step {step}")
+    own, theirs = checksum(folder), str(seen.get("weights"))
+    found = f"those of weights {theirs[:16]}"
+    require(theirs == own, f"{file}", found, f"of weights {own[:16]} in {folder}")
     return {name: _of_ours(task) for name, task in tasks.items()}
 
 

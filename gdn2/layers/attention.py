@@ -9,7 +9,7 @@ from gdn2.layers.initialisation import fill
 from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.recurrence import state_dtype
-from gdn2.ops.attention import attention
+from gdn2.ops.attention import attention, check_room, may_overflow
 from gdn2.ops.entry import attention_inputs, kernels_turn
 from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.rotary import apply_rotary
@@ -36,6 +36,8 @@ class AttentionMixer(nn.Module):
         c = self.config
         q, k, v = self._turned(x, layout)
         started = state is not None and state.capacity > 0
+        if inplace and layout.is_step and state is not None and not started:
+            self.check_room(state)
         y, cache = attention(
             q,
             k,
@@ -84,6 +86,18 @@ class AttentionMixer(nn.Module):
         """Room for `tokens` more, so that steps in place need no other memory; a ring gets all it may ever need."""
         window = self.config.window
         return state.reserve(tokens if window is None else window - state.capacity)
+
+    def check_room(self, state: KVCache) -> None:
+        """Refuse a step in place that finds no slot, before anything is written.
+
+        Where looking would stall each step, or a graph is captured, `attention` says what becomes of the rows.
+        """
+        if state.capacity == 0 and len(state.seen) > 0:  # known anywhere, and nothing to write into
+            raise ValueError(
+                "cache has capacity 0, expected at least 1: reserve it before steps in place"
+            )
+        if may_overflow(state, self.config.window):
+            check_room(state, 1, self.config.window)
 
     def core_flops(self, length: int) -> float:
         """Forward, per token of a sequence of this length, without the linear maps."""

@@ -1,6 +1,7 @@
 """What there is to choose about each mixer; the defaults are the paper's 1.3B models."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from gdn2.layers.plain import check_types
@@ -132,7 +133,8 @@ class AttentionConfig:
         fits = self.num_heads % self.kv_heads == 0
         require(fits, "num_kv_heads", self.kv_heads, f"a divisor of {self.num_heads} heads")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
-        require(self.rotary_base > 0, "rotary_base", self.rotary_base, "more than 0")
+        finite = 0 < self.rotary_base < inf
+        require(finite, "rotary_base", self.rotary_base, "more than 0 and finite")
 
     @property
     def kv_heads(self) -> int:

@@ -82,7 +82,7 @@ def _read_tagged(data: Any, configs: list[Any], path: str) -> Any:
     """Read one of several dataclasses, told apart by their field `type`."""
     known = {get_args(get_type_hints(config)["type"])[0]: config for config in configs}
     tag = data.get("type") if isinstance(data, dict) else None
-    if tag not in known:
+    if not isinstance(tag, str) or tag not in known:  # a list is no key of a dict
         raise ValueError(f"{path}.type: got {tag!r}, expected one of {', '.join(known)}")
     return from_plain(known[tag], data, path)
 

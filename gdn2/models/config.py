@@ -1,6 +1,7 @@
 """What a language model is made of. Names that Hugging Face has, have Hugging Face's names."""
 
 import json
+import math
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -46,7 +47,8 @@ class ModelConfig:
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("rms_norm_eps", "initializer_range"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
+            value = getattr(self, name)
+            require(0 < value < math.inf, name, value, "more than 0 and finite")
         require(len(self.cell) > 0, "cell", "no mixers", "at least one")
         fits = self.num_hidden_layers % len(self.cell) == 0
         expected = f"a multiple of the cell's {len(self.cell)} mixers"

@@ -21,7 +21,12 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL_TYPE, ARCHITECTURE = "gdn2", "Gdn2ForCausalLM"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = ("tokenizer*", "special_tokens*")
-REPLACEABLE = (CONFIG, GENERATION, "model*.safetensors", "model.safetensors.index.json")
+TOKENIZER_KINDS = {
+    ".json": "tokenizer.json",
+    ".model": "tokenizer.model",
+}  # a file's name in a folder
+PARTS = "model-?????-of-?????.safetensors"
+REPLACEABLE = (CONFIG, GENERATION, "model.safetensors", PARTS, "model.safetensors.index.json")
 WRITTEN_BESIDE = ("architectures", "model_type", "dtype")  # the fields of ModelConfig
 BY_TRANSFORMERS = "transformers_version"  # in every file it wrote, and in none of ours
 
@@ -39,7 +44,8 @@ def save_model(
     Args:
         model: its parameters keep their dtypes.
         path: the folder; one that holds anything but a model is refused.
-        tokenizer: its file or folder, whose files are copied; an older model's are kept.
+        tokenizer: its file, a tokenizer.json or .model of any name, or a folder, whose files are copied; an older
+            model's are kept.
         stop_ids: tokens that end a text; an older model's are kept.
         shard_bytes: larger models are cut into files of at most this size.
     """
@@ -48,17 +54,16 @@ def save_model(
     older = standing(path)
     _check_replaceable(older)
     copied = _tokenizer_files(older if tokenizer is None else Path(tokenizer))
-    require(
-        tokenizer is None or bool(copied), "tokenizer", tokenizer, "a file or a folder with one"
-    )
+    expected = "a tokenizer.json or .model, or a folder with one"
+    require(tokenizer is None or bool(copied), "tokenizer", tokenizer, expected)
     ends = list(stop_ids) or load_stop_ids(older)
     with new_folder(path) as folder:
         write_json(folder / CONFIG, _to_json(model))
         if ends:
             write_json(folder / GENERATION, {"eos_token_id": ends})
         write_weights(folder, dict(model.named_parameters()), shard_bytes)
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
+        for name, file in copied.items():
+            shutil.copyfile(file, folder / name)
 
 
 def load_model(
@@ -119,8 +124,12 @@ def read_config(data: Mapping[str, Any]) -> ModelConfig:
 def load_stop_ids(path: str | Path) -> list[int]:
     """The tokens that end a text of the model in a folder; none where it does not say."""
     file = Path(path) / GENERATION
-    ids = read_json(file).get("eos_token_id") if file.exists() else []
-    return [ids] if isinstance(ids, int) else list(ids or [])
+    said = read_json(file).get("eos_token_id") if file.exists() else None
+    ids = said if isinstance(said, list) else [] if said is None else [said]
+    fits = all(type(token) is int for token in ids)  # true is an int, too
+    expected = "an integer or a list of integers"
+    require(fits, f"{file}: eos_token_id", repr(said), expected)
+    return ids
 
 
 def open_model(
@@ -145,11 +154,14 @@ def _to_json(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _tokenizer_files(place: Path) -> list[Path]:
+def _tokenizer_files(place: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by their names in a model's folder."""
     if place.is_file():
-        return [place]
-    names = sorted(place.iterdir()) if place.is_dir() else []
-    return [file for file in names if _matches(file, TOKENIZER_FILES)]
+        name = TOKENIZER_KINDS.get(place.suffix)
+        known = name is not None and (place.suffix != ".json" or "model" in read_json(place))
+        return {name: place} if known and name is not None else {}
+    files = sorted(place.iterdir()) if place.is_dir() else []
+    return {file.name: file for file in files if _matches(file, TOKENIZER_FILES)}
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Tokens from a model: prefill, then step by step until each row has its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack
 
@@ -111,6 +111,7 @@ def stream(
     **options: Unpack[Options],
 ) -> Iterator[Event]:
     """Prefill the prompts at once, and return an iterator of an event for each row and step."""
+    _check_options(model, options, PromptOptions.__optional_keys__)  # before a long prefill
     rows = read_prompts(prompts, model.config.vocab_size)
     if prefixes is None:
         ready = prefill(model, rows, state, chunk=chunk)
@@ -132,6 +133,7 @@ def go_on(
 
     `history` are the tokens [length] already in each row, for a repetition penalty.
     """
+    _check_options(model, options, Options.__optional_keys__)
     sampling, stop = options.get("sampling", Sampling()), options.get("stop", Stop())
     seed, decode = options.get("seed", 0), options.get("decode")
     rows, vocabulary = ready.logits.shape
@@ -151,6 +153,14 @@ def go_on(
     batch = Batch(steps, Decoding(first, state, draws), sampling)
     texts = [TextStream(decode, stop.strings) if decode else None for _ in range(rows)]
     return _events(batch, texts, stop)
+
+
+def _check_options(model: LanguageModel, options: Options, known: Iterable[str]) -> None:
+    unknown = sorted(options.keys() - set(known))
+    require(not unknown, "options", ", ".join(unknown), f"some of {', '.join(sorted(known))}")
+    steps = options.get("steps")
+    own = steps is None or steps.model is model
+    require(own, "steps", "those of another model", "of this model")
 
 
 def _events(batch: Batch, texts: list[TextStream | None], stop: Stop) -> Iterator[Event]:

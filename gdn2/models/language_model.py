@@ -1,5 +1,6 @@
 """The language model: embedding, blocks, head."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -103,7 +104,7 @@ class LanguageModel(nn.Module):
             layout: of packed sequences, or of a padded batch; logits of padding are zero, its targets do not count.
             targets: [batch, length] the token that should follow each, −100 where none counts. The logits are then
                 never held whole.
-            inplace: let a call of one token overwrite the given state.
+            inplace: let a call of one token overwrite the given state, in whose caches `reserve` has made room.
         """
         if targets is not None:
             require(targets.shape == ids.shape, "targets", ("shape", targets), ("ids'", ids))
@@ -136,9 +137,8 @@ class LanguageModel(nn.Module):
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
         """Room for `tokens` more in the caches of attention, which steps in place cannot make."""
         layers = list(state.layers)
-        for i, (mixer, layer) in enumerate(zip(self.mixers, state.layers, strict=True)):
-            if isinstance(mixer, AttentionMixer) and isinstance(layer, KVCache):
-                layers[i] = mixer.reserve(layer, tokens)
+        for i, mixer, cache in self._caches(state):
+            layers[i] = mixer.reserve(cache, tokens)
         return replace(state, layers=tuple(layers))
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
@@ -178,6 +178,10 @@ class LanguageModel(nn.Module):
         layout = self._laid_out(ids, state, layout)
         x, delta = self.embedding(layout.pack(ids)), None
         inplace = inplace and layout.is_step
+        if inplace and state is not None:
+            # All of them before the first block runs: a call that raises has written nothing.
+            for _, mixer, cache in self._caches(state):
+                mixer.check_room(cache)
         before = [None] * len(self.blocks) if state is None else state.layers
         layers: list[Any] = []
         for block, layer in zip(self.blocks, before, strict=True):
@@ -189,6 +193,12 @@ class LanguageModel(nn.Module):
         seen = state.seen + layout.lengths
         seen = state.seen.copy_(seen) if inplace else seen
         return x, ModelState(tuple(layers), seen, self._digest), layout
+
+    def _caches(self, state: ModelState) -> Iterator[tuple[int, AttentionMixer, KVCache]]:
+        """The blocks with attention: their places, mixers and caches."""
+        for i, (mixer, layer) in enumerate(zip(self.mixers, state.layers, strict=True)):
+            if isinstance(mixer, AttentionMixer) and isinstance(layer, KVCache):
+                yield i, mixer, layer
 
     def _run(
         self, block: nn.Module, x: Tensor, delta: Tensor | None, *others: Any

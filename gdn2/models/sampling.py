@@ -91,7 +91,7 @@ def sample(logits: Tensor, sampling: Sampling, draws: Draws) -> Tensor:
     if sampling.temperature == 0:
         tokens = scores.argmax(-1)
     else:
-        p = filtered(scores / sampling.temperature, sampling).softmax(-1)
+        p = filtered(_heated(scores, sampling.temperature), sampling).softmax(-1)
         tokens = choose(p, uniform(draws.seeds, draws.drawn))
     draws.drawn.add_(1)
     if sampling.penalises:
@@ -132,6 +132,13 @@ def uniform(seeds: Tensor, drawn: Tensor) -> Tensor:
     """The number in [0, 1) that each row draws next, in fp64: splitmix64 of its seed, mixed once more."""
     bits = _mixed(_mixed(seeds + STEP) + (drawn + 1) * STEP)
     return _shifted(bits, 11).double() * 2.0**-53
+
+
+def _heated(scores: Tensor, temperature: float) -> Tensor:
+    """Scores over the temperature, the row's highest at zero: however small it is, the likeliest token stays finite."""
+    # Not below the least normal number, whose reciprocal is finite: zero times infinity is no number.
+    divisor = max(temperature, torch.finfo(scores.dtype).tiny)
+    return (scores - scores.amax(-1, keepdim=True)) / divisor
 
 
 def _mixed(x: Tensor) -> Tensor:

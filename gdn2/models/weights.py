@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import torch
@@ -77,14 +78,26 @@ def read_weights(
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's tensors."""
-    index = folder / INDEX
+    index, whole = folder / INDEX, folder / WEIGHTS
     if not index.exists():
-        return [folder / WEIGHTS]
+        return [whole]
     places = read_json(index).get("weight_map")
     names = places.values() if isinstance(places, dict) else [None]
     inside = all(isinstance(name, str) and Path(name).name == name for name in names)
     require(inside, f"{index}: weight_map", places, "the file in this folder of each tensor")
+    # Saved later, by transformers, which reads it first and leaves the index of an earlier save.
+    if whole.exists():
+        return [whole]
     return [folder / name for name in sorted(set(names))]
+
+
+def checksum(folder: Path) -> str:
+    """Of all weights, in the order of their files; `gdn2 eval` records it with its results."""
+    whole = sha256()
+    for file in sorted(folder.glob("model*.safetensors")):
+        with file.open("rb") as content:
+            whole.update(file_digest(content, "sha256").digest())
+    return whole.hexdigest()
 
 
 def _some(names: set[str]) -> str:

@@ -75,7 +75,7 @@ def attention(
             y = _dense(q, k, v, cache, window, scale)
         if cache is not None or output_cache:
             updated = _append(cache, k, v, window, cu_seqlens, inplace)
-    if updated is not None and inplace and cu_seqlens is None and _may_overflow(updated, window):
+    if updated is not None and inplace and cu_seqlens is None and may_overflow(updated, window):
         y = y.masked_fill((updated.seen > updated.capacity)[:, None, None, None], float("nan"))
     return y, updated
 
@@ -92,15 +92,15 @@ def _append(
     added = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     if cache is None:
         cache = KVCache.empty(k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, 0, k)
-    if _may_overflow(cache, window):
+    if may_overflow(cache, window):
         if inplace:
-            _check_room(cache, added, window)
+            check_room(cache, added, window)
         else:
             cache = cache.reserve(_room(cache, added, window))
     return cache.append(k, v, cu_seqlens, inplace=inplace)
 
 
-def _may_overflow(cache: KVCache, window: int | None) -> bool:
+def may_overflow(cache: KVCache, window: int | None) -> bool:
     """A ring with fewer slots than its window has never gone round and would be torn."""
     return window is None or cache.capacity < window
 
@@ -114,7 +114,7 @@ def _room(cache: KVCache, added: int | Tensor, window: int | None) -> int:
     return window - cache.capacity if is_step else min(window - cache.capacity, most)
 
 
-def _check_room(cache: KVCache, added: int | Tensor, window: int | None) -> None:
+def check_room(cache: KVCache, added: int | Tensor, window: int | None) -> None:
     """Refuse to overfill a cache in place, where looking does not stall each step."""
     seen = cache.seen
     stalls = window is None and isinstance(added, int) and seen.is_cuda

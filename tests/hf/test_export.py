@@ -17,6 +17,7 @@ import gdn2
 from gdn2.cli import app
 from gdn2.data.tokenizers import load_tokenizer
 from gdn2.evals.local_data import write_task_file
+from gdn2.evals.results import describe
 from gdn2.hf import lm_eval
 from gdn2.hf.card import model_card
 from gdn2.hf.export import export_run, find_model
@@ -165,6 +166,21 @@ def test_bad_results_are_refused_before_anything_is_written(
     if "step" in content:
         seen = {"config": gdn2.load(run / "model").config.digest, **content}
         content = {"format": "gdn2 results 1", "model": seen, "tasks": {}}
+    with pytest.raises(ValueError, match=message):
+        export_run(run, run.parent / "m", results=results(run, content))
+    assert not (run.parent / "m").exists()
+
+
+def test_results_of_other_weights_are_refused(run: Path) -> None:
+    folder = run / "model"
+    seen = describe(str(folder), gdn2.load(folder).config, load_tokenizer("bytes"), torch.float32)
+    content = {"format": "gdn2 results 1", "model": seen, "tasks": {}}
+    export_run(run, run.parent / "own", results=results(run, content))
+    model = gdn2.load(folder)
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    gdn2.save(model, folder)
+    message = r"results\.json: got those of weights \w{16}, expected of weights \w{16} in .*model$"
     with pytest.raises(ValueError, match=message):
         export_run(run, run.parent / "m", results=results(run, content))
     assert not (run.parent / "m").exists()

@@ -87,6 +87,17 @@ def test_folders_belong_to_both(tmp_path: Path, tied: bool, dtype: torch.dtype, 
     assert torch.equal(logits_of(back, ids), expected)
 
 
+def test_a_folder_saved_again_is_read_as_transformers_does(tmp_path: Path) -> None:
+    """What it saved first was in several files, whose index it leaves behind."""
+    old, new = make(config(DELTA)), make(config(DELTA))
+    with torch.no_grad():
+        new.norm.weight.add_(1)
+    twin(old).save_pretrained(tmp_path, max_shard_size="5KB")
+    twin(new).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert torch.equal(gdn2.load(tmp_path).norm.weight, new.norm.weight)
+
+
 def test_a_dtype_can_be_chosen_and_decays_stay_exact(tmp_path: Path) -> None:
     native, ids = make().float(), tokens(2, 9)
     gdn2.save(native, tmp_path / "m")
@@ -301,11 +312,27 @@ def test_bad_calls_are_refused_in_a_line() -> None:
         ),
         (
             {"input_ids": ids, "attention_mask": torch.ones(2, 5)},
-            r"^attention_mask: got shape \(2, 5\), expected \[batch, at least 6\]$",
+            r"^attention_mask: got shape \(2, 5\), expected \(2, at least 6\)$",
+        ),
+        (
+            {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])},
+            r"^attention_mask: got shape \(1, 6\), expected \(2, at least 6\)$",
+        ),
+        (
+            {"input_ids": ids, "attention_mask": torch.ones(3, 6)},
+            r"^attention_mask: got shape \(3, 6\), expected \(2, at least 6\)$",
+        ),
+        (
+            {"input_ids": ids, "position_ids": torch.arange(6).expand(3, 6)},
+            r"^position_ids: got shape \(3, 6\), expected \(2, 6\)$",
+        ),
+        (
+            {"input_ids": ids, "seq_idx": torch.zeros(3, 6)},
+            r"^seq_idx: got shape \(3, 6\), expected \(2, 6\)$",
         ),
         (
             {"input_ids": ids, "position_ids": torch.arange(7)[None]},
-            r"^position_ids: got shape \(1, 7\), expected \[batch, 6\]$",
+            r"^position_ids: got shape \(1, 7\), expected \(2, 6\)$",
         ),
         (
             {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 3, 6])},

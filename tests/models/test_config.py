@@ -1,6 +1,7 @@
 """Configs refuse what cannot be, and survive JSON; a mistake in a file is found by its path."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,6 +82,10 @@ def without(name: str) -> dict[str, Any]:
         (changed("tie_word_embeddings", value=1), r"^tie_.*: got 1, expected true or false$"),
         (changed("cell", value={}), r"^cell: got \{\}, expected a list$"),
         (changed("cell", 3, value=7), r"^cell\[3\]\.type: got None, expected one of delta, mamba2"),
+        (
+            changed("cell", 3, "type", value=[1]),
+            r"^cell\[3\]\.type: got \[1\], expected one of delta",
+        ),
         (changed("cell", 3, "type", value="gdn"), r"^cell\[3\]\.type: got 'gdn', expected one of"),
         (
             changed("cell", 1, "decay", value="chanel"),
@@ -148,11 +153,23 @@ def test_mistakes_in_a_file_are_found(data: Any, message: str) -> None:
         ),
         (lambda: AttentionConfig(head_dim=63), r"^head_dim: got 63, expected an even number$"),
         (lambda: AttentionConfig(window=0), r"^window: got 0, expected None or at least 1$"),
-        (lambda: AttentionConfig(rotary_base=0), r"^rotary_base: got 0, expected more than 0$"),
+        (lambda: AttentionConfig(rotary_base=0), r"^rotary_base: got 0, expected more than 0 and"),
         (lambda: replace(CONFIG, hidden_size=-1), r"^hidden_size: got -1, expected at least 1$"),
         (
             lambda: replace(CONFIG, rms_norm_eps=0.0),
-            r"^rms_norm_eps: got 0\.0, expected more than 0$",
+            r"^rms_norm_eps: got 0\.0, expected more than 0 and finite$",
+        ),
+        (
+            lambda: replace(CONFIG, rms_norm_eps=math.inf),
+            r"^rms_norm_eps: got inf, expected more than 0 and finite$",
+        ),
+        (
+            lambda: replace(CONFIG, initializer_range=math.inf),
+            r"^initializer_range: got inf, expected more than 0 and finite$",
+        ),
+        (
+            lambda: replace(CONFIG, initializer_range=math.nan),
+            r"^initializer_range: got nan, expected more than 0 and finite$",
         ),
         (lambda: replace(CONFIG, cell=()), r"^cell: got no mixers, expected at least one$"),
         (lambda: preset("gdn2-1.3B"), r"^preset: got 'gdn2-1\.3B', expected gdn2-1\.3b or "),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,23 @@ def test_the_config_speaks_hugging_face(tmp_path: Path) -> None:
     assert load_stop_ids(tmp_path / "m") == [7]
 
 
+@pytest.mark.parametrize("said", [5.5, "ab", "", [None], [2, "3"], [2, False], True, {"a": 1}])
+def test_stop_tokens_that_are_none_are_named(tmp_path: Path, said: object) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": said}))
+    message = f"{file}: eos_token_id: got {said!r}, expected an integer or a list of integers"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_stop_ids(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "ids"), [(None, []), ([], []), (0, [0]), ([0, 7], [0, 7])])
+def test_stop_tokens_are_one_or_several_or_none(
+    tmp_path: Path, said: object, ids: list[int]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    assert load_stop_ids(tmp_path) == ids
+
+
 def test_large_models_are_cut_into_files(tmp_path: Path) -> None:
     model = make(SMALL)
     save_model(model, tmp_path / "m", shard_bytes=4000)
@@ -104,9 +122,19 @@ def test_tokenizer_files_come_along_and_stay(tmp_path: Path) -> None:
     save_model(model, target)  # what it does not say again stays as it was
     assert names(target) == sorted([*kept, *usual])
     assert load_stop_ids(target) == [5]
-    (source / "other.json").write_text("other")
-    save_model(model, target, tokenizer=source / "other.json")
-    assert names(target) == sorted(["other.json", *usual])
+    (source / "other.json").write_text('{"model": {}}')
+    for _ in range(2):
+        save_model(model, target, tokenizer=source / "other.json")
+        assert names(target) == sorted(["tokenizer.json", *usual])
+    assert (target / "tokenizer.json").read_text() == '{"model": {}}'
+    (source / "pieces.model").write_text("pieces")
+    save_model(model, target, tokenizer=source / "pieces.model")
+    assert names(target) == sorted(["tokenizer.model", *usual])
+    (source / "list.json").write_text("{}")
+    for name in ("notes.txt", "list.json"):
+        said = rf"^tokenizer: got .*{name}, expected a tokenizer.json or .model, or a folder with"
+        with pytest.raises(ValueError, match=said):
+            save_model(model, target, tokenizer=source / name)
 
 
 @pytest.mark.parametrize("moment", ["weights", "step aside", "step in"])
@@ -270,11 +298,20 @@ def test_other_peoples_files_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^path: got the file .*thesis\.tex, expected a folder$"):
         save_model(model, tmp_path / "thesis.tex")
     assert names(tmp_path) == ["thesis.tex"]
-    with pytest.raises(ValueError, match=r"^tokenizer: got .*nowhere, expected a file or a folder"):
+    with pytest.raises(ValueError, match=r"^tokenizer: got .*nowhere, expected a tokenizer"):
         save_model(model, tmp_path / "m", tokenizer=tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"^shard_bytes: got 0, expected at least 1$"):
         save_model(model, tmp_path / "m", shard_bytes=0)
     assert names(tmp_path) == ["thesis.tex"]
+
+
+def test_other_weights_beside_a_model_are_not_replaced(tmp_path: Path) -> None:
+    model, copy = LanguageModel(SMALL), tmp_path / "model_backup.safetensors"
+    save_model(model, tmp_path)
+    copy.write_text("years of work")
+    with pytest.raises(ValueError, match=r"with model_backup\.safetensors in it, expected a new"):
+        save_model(model, tmp_path)
+    assert copy.read_text() == "years of work"
 
 
 def test_a_model_is_opened_by_folder_or_preset(tmp_path: Path) -> None:

@@ -338,6 +338,19 @@ def test_graphs_are_captured_once_per_batch_size(
             lambda m: go_on(m, prefill(m, [[1]]), sampling=WARM),
             r"^history: got 0 rows, expected 1, for the repetition penalty$",
         ),
+        (
+            lambda m: generate(m, [[1]], max_tokens=3, foo=3),  # type: ignore[call-arg]
+            r"^options: got foo, max_tokens, expected some of chunk, decode, prefixes, sampling, "
+            r"seed, state, steps, stop$",
+        ),
+        (
+            lambda m: go_on(m, prefill(m, [[1]]), temperature=0),  # type: ignore[call-arg]
+            r"^options: got temperature, expected some of decode, sampling, seed, steps, stop$",
+        ),
+        (
+            lambda m: generate(m, [[1]], steps=Steps(make())),
+            r"^steps: got those of another model, expected of this model$",
+        ),
     ],
 )
 def test_mistakes_are_named(

@@ -1,6 +1,7 @@
 """A hybrid of every mixer gives the same answer however its tokens come, and says what is wrong with them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,30 @@ def test_steps_in_place_are_steps() -> None:
             assert_close("logits", logits, whole[:, t : t + 1], EXACT)
         assert all(a is b for a, b in zip(state.tensors(), held, strict=True))
     assert state.seen.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("name", ["gdn2-1m-hybrid", "transformer-1m"])
+def test_steps_in_place_need_room_and_are_refused_untouched(name: str) -> None:
+    model = LanguageModel(replace(gdn2.preset(name), vocab_size=VOCABULARY)).double()
+    ids = tokens(2, 9)
+    whole = logits_of(model, ids)
+    with torch.no_grad():
+        prepared = model.new_state(2, 9)
+        for t in range(9):
+            found = model(ids[:, t : t + 1], prepared, inplace=True).logits
+            assert_close(f"token {t}", found, whole[:, t : t + 1], EXACT)
+        read = model(ids[:, :8], model.new_state(2)).state
+        for state, slots in ((model.new_state(2), 0), (read, 8), (prepared, 9)):
+            kept = state.clone()
+            message = (
+                rf"^cache has capacity {slots}, expected at least {slots + 1}: "
+                "reserve it before steps in place$"
+            )
+            with pytest.raises(ValueError, match=message):
+                model(ids[:, :1], state, inplace=True)
+            assert all(map(torch.equal, state.tensors(), kept.tensors()))
+        nobody = model(ids[:0, :1], model.new_state(0), inplace=True)
+        assert nobody.logits.shape == (0, 1, VOCABULARY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,6 +306,16 @@ def test_compiles_to_one_graph() -> None:
     reference = gradients(model, plain)
     for name, d in gradients(model, found).items():
         assert_close(name, d, reference[name], EXACT)
+
+
+def test_a_step_in_place_compiles_to_one_graph() -> None:
+    model, ids = make(config(MIXERS["window"], MIXERS["attention"])), tokens(2, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        state = model.reserve(model(ids, model.new_state(2)).state, 1)
+        expected = model(ids[:, :1], state.clone(), inplace=True).logits
+        assert_close("logits", compiled(ids[:, :1], state, inplace=True).logits, expected, EXACT)
+    assert state.seen.tolist() == [5, 5]
 
 
 def test_lengths_do_not_compile_anew() -> None:

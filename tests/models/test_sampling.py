@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,18 @@ def test_greedy_takes_the_likeliest(penalty: float) -> None:
     found = sample(x, sampling, draws(2, sampling, 3, [1], [0]))
     assert found.tolist() == ([1, 0] if penalty == 1 else [2, 2])
     assert sample(x.bfloat16(), GREEDY, draws(2, GREEDY, 3)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-30, 1e-40, 1e-60, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_a_tiny_temperature_takes_the_likeliest(
+    temperature: float, dtype: torch.dtype, filters: dict[str, Any]
+) -> None:
+    sampling = Sampling(temperature=temperature, **filters)
+    rows = [[90.0, 70.0, 100.0, 80.0], [-3.0, -1.0, -2.0, -4.0], [0.0, -1.0, -math.inf, -2.0]]
+    x = torch.tensor(rows, dtype=dtype)
+    assert sample(x, sampling, draws(3, sampling, 4)).tolist() == [2, 1, 0]
 
 
 def test_impossible_tokens_are_never_chosen() -> None:
