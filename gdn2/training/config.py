@@ -1,9 +1,10 @@
 """What there is to choose about a training run; the defaults are the paper's recipe where it has one."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
-from gdn2.data.config import DataConfig
+from gdn2.data.config import DataConfig, at_home
 from gdn2.layers.plain import check_types
 from gdn2.models.config import ModelConfig
 from gdn2.ops.arguments import require
@@ -31,6 +32,7 @@ class RunSection:
     def __post_init__(self) -> None:
         check_types(self)
         require(self.dir != "", "dir", repr(self.dir), "a folder")
+        object.__setattr__(self, "dir", at_home(self.dir))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,12 @@ class OptimiserSection:
         check_types(self)
         object.__setattr__(self, "betas", tuple(self.betas))
         _positive(self, "max_skips")
-        for name in ("lr", "eps", "clip"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            require(0 < value < inf, name, value, "more than 0 and finite")
+        require(self.clip > 0, "clip", self.clip, "more than 0")
+        fits = 0 <= self.weight_decay < inf
+        require(fits, "weight_decay", self.weight_decay, "at least 0 and finite")
         fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(fits, "betas", self.betas, "two numbers of at least 0 and less than 1")
 
@@ -178,7 +183,8 @@ class SamplesSection:
         _positive(self, "tokens")
         _optional_positive(self, "every_steps")
         require(self.prompt != "", "prompt", repr(self.prompt), "at least one character")
-        require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        fits = 0 <= self.temperature < inf
+        require(fits, "temperature", self.temperature, "at least 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@ class TrainingError(RuntimeError):
     """The run cannot go on; its checkpoints are as they were."""
 
 
+def is_lack_of_memory(failure: RuntimeError) -> bool:
+    """Whether an allocator has refused; the one of CPUs has no class of its own for it."""
+    is_cpu = "DefaultCPUAllocator" in str(failure)
+    return is_cpu or isinstance(failure, torch.OutOfMemoryError)
+
+
 class StopRequest:
     """Set by the first SIGTERM or Ctrl-C inside a `with`; another, later one interrupts at once.
 

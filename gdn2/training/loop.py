@@ -9,10 +9,12 @@ from typing import Any
 from gdn2.data.batch import Batch, Source, micro_batches
 from gdn2.data.prefetch import Prefetch
 from gdn2.data.synthetic import Task
+from gdn2.data.tokenizers import Tokenizer
+from gdn2.models.language_model import LanguageModel
 from gdn2.models.summary import count_parameters
 from gdn2.training.checkpoints import CheckpointError
 from gdn2.training.config import RunConfig
-from gdn2.training.faults import StopRequest, TrainingError, diagnose
+from gdn2.training.faults import StopRequest, TrainingError, diagnose, is_lack_of_memory
 from gdn2.training.health import health
 from gdn2.training.metrics import Metrics, check_tensorboard
 from gdn2.training.progress import Progress
@@ -52,6 +54,11 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
             return _Loop(Run(config, world)).go(until)
     except OSError as reason:
         raise TrainingError(f"{reason}; checkpoints are as they were") from None
+    except RuntimeError as reason:
+        if not is_lack_of_memory(reason):
+            raise
+        advice = "fewer batch.micro_rows, engine.activation_checkpointing=true, or a smaller model"
+        raise TrainingError(f"there is not enough memory; take {advice}") from None
     finally:
         world.close()
 
@@ -123,6 +130,13 @@ class _Loop:
         except (CheckpointError, OSError) as reason:
             self.progress.say(f"{reason}; training goes on")
 
+    def _say_sample(self, model: LanguageModel, tokenizer: Tokenizer) -> None:
+        """Nothing of the run depends on it, so it does not end one either."""
+        try:
+            self.progress.say(sample(model, tokenizer, self.config.samples))
+        except ValueError as reason:
+            self.progress.say(f"no sample: {reason}; training goes on")
+
     def _pass_over(self, result: StepResult, batch: Batch) -> None:
         """Say that a step moved nothing; after too many, end the run with the reason."""
         row = self.place.skips_in_a_row
@@ -142,7 +156,7 @@ class _Loop:
         if self.run.tokenizer is not None and _is_turn(step, config.samples.every_steps):
             model = self.run.plain_model()
             if model is not None:
-                self.progress.say(sample(model, self.run.tokenizer, config.samples))
+                self._say_sample(model, self.run.tokenizer)
         if _is_turn(step, config.log.health_every_steps):
             model = self.run.plain_model()
             if model is not None:

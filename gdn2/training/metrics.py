@@ -8,8 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from gdn2.ops.arguments import require
+
 FILE = "metrics.jsonl"
 TIMINGS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # what two equal runs differ in
+PLACE = ("step", "tokens")  # what every line has
 
 Line = dict[str, Any]
 
@@ -63,14 +66,20 @@ class Metrics:
 def read_metrics(folder: Path) -> list[Line]:
     """The lines of a run, without one that a kill cut short."""
     file = folder / FILE
-    texts = file.read_text().splitlines() if file.exists() else []
+    # A byte that is no text becomes \x.., which is no JSON: its line is named like any other broken one.
+    texts = file.read_text("utf-8", "backslashreplace").splitlines() if file.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):
+        where = f"{file}, line {number}"
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             if number < len(texts):
-                raise ValueError(f"{file}: got {text!r} in line {number}, expected JSON") from None
+                raise ValueError(f"{where}: got {text!r}, expected JSON") from None
+            continue
+        fits = isinstance(line, dict) and all(type(line.get(name)) is int for name in PLACE)
+        require(fits, where, repr(line), "a table with step and tokens, both integers")
+        lines.append(line)
     return lines
 
 

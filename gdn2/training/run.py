@@ -14,8 +14,9 @@ from gdn2.ops.arguments import require
 from gdn2.training.checkpoints import Checkpoints
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError
+from gdn2.training.metrics import FILE as METRICS
 from gdn2.training.optimiser import build_optimiser
-from gdn2.training.run_file import check_same_run, write_config
+from gdn2.training.run_file import DIGESTS, WRITTEN, check_same_run, is_run, write_config
 from gdn2.training.shard import build_model, full_weights, whole_model
 from gdn2.training.world import World
 from gdn2.training.writing import exporter, tokenizer_of
@@ -37,12 +38,23 @@ class Place:
 def own_folder(config: RunConfig, world: World) -> Iterator[None]:
     """Make the run's folder, and keep other runs out of it meanwhile."""
     folder = Path(config.run.dir)
+    check_ours(folder)
     try:
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as reason:
         raise _unwritable(reason) from None
     with locked(folder, "run.dir") if world.is_main else nullcontext():
         yield
+
+
+def check_ours(folder: Path) -> None:
+    """Raise ValueError where a run would write over files that no run has written."""
+    names = (WRITTEN, DIGESTS, METRICS, MODEL)
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is not None and not is_run(folder):
+        raise ValueError(
+            f"run.dir: got {folder}, where {found} is of no run, expected a new folder or a run's"
+        )
 
 
 class Run:
@@ -59,10 +71,14 @@ class Run:
         self.held_out = None
         if holds_out(config.data):
             self.held_out = open_source(config.data, batch.length, seed, "validation")
-        needed = self.source.vocab_size
+        needed = max(s.vocab_size for s in (self.source, self.held_out) if s is not None)
         fits = config.model.vocab_size >= needed
         require(fits, "model.vocab_size", config.model.vocab_size, f"at least the data's {needed}")
         self.tokenizer = tokenizer_of(config.data)
+        if self.tokenizer is not None and config.samples.every_steps is not None:
+            prompt = config.samples.prompt
+            known = bool(self.tokenizer.encode(prompt))
+            require(known, "samples.prompt", repr(prompt), "text that the data's tokenizer knows")
         self._export = exporter(config.model, self.tokenizer)
         self.checkpoints = self._open_folder()
         self.weights, self.compute = _dtypes(config, world)

@@ -60,6 +60,14 @@ def write_config(config: RunConfig, folder: Path) -> None:
         part.replace(folder / name)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has written the config in a folder; a model's has no such tables."""
+    try:
+        return {"run", "schedule"} <= read_json(folder / WRITTEN).keys()
+    except ValueError:  # there is none, or it is no table
+        return False
+
+
 def check_same_run(config: RunConfig, folder: Path) -> None:
     """Raise ValueError if the run in a folder was started with another config, apart from what may differ.
 
@@ -104,12 +112,12 @@ def _put(table: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ValueError(f"override: got {override!r}, but {section} is no table")
         table = inner
-    table[key] = _value(text.strip())
+    table[key] = _value(text.lstrip())
 
 
 def _value(text: str) -> Any:
     """A TOML value; what is none is a string, so that paths and names need no quotes in a shell."""
-    if text == "none":
+    if text.strip() == "none":
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -59,4 +59,5 @@ def _judged(model: LanguageModel, batch: Batch, device: torch.device) -> tuple[T
     assert logits is not None
     flat, targets = logits.flatten(0, 1).float(), batch.targets.flatten().to(device)
     right = ((flat.argmax(-1) == targets) & (targets != IGNORED)).sum()
-    return cross_entropy(flat, targets, ignore_index=IGNORED).nan_to_num(), right
+    loss = cross_entropy(flat, targets, ignore_index=IGNORED)
+    return loss.where((targets != IGNORED).any(), 0.0), right

@@ -102,6 +102,7 @@ def _place(kind: str, local_rank: int, size: int) -> torch.device:
         device = torch.device(kind)
     except RuntimeError:
         raise ValueError(f"device: got {kind!r}, expected 'cpu' or 'cuda'") from None
+    require(device.type in ("cpu", "cuda"), "device", repr(kind), "'cpu' or 'cuda'")
     if device.type != "cuda":
         return device
     require(torch.cuda.is_available(), "device", repr(kind), "'cpu', for torch finds no GPU")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from tests.training import runs
 def write(folder: Path, after: int, steps: range) -> None:
     with Metrics(folder, after) as metrics:
         for step in steps:
-            metrics.write({"step": step, "loss": 0.1 * step})
+            metrics.write({"step": step, "tokens": 10 * step, "loss": 0.1 * step})
         metrics.sync()
 
 
@@ -46,13 +47,37 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
 
 def test_broken_lines_are_named_unless_a_kill_broke_them(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step"\n')
-    assert read_metrics(tmp_path) == [{"step": 1}]
-    file.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(
-        ValueError, match=r"metrics.jsonl: got '{\"step\"' in line 2, expected JSON"
-    ):
+    first, third = ({"step": step, "tokens": 10 * step} for step in (1, 3))
+    file.write_text(f'{json.dumps(first)}\n{{"step"\n')
+    assert read_metrics(tmp_path) == [first]
+    file.write_text(f'{json.dumps(first)}\n{{"step"\n{json.dumps(third)}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: got '{\"step\"', expected JSON$"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[1]", '{"loss": 1}', '{"step": 2}', '{"step": "2", "tokens": 20}', "null"]
+)
+def test_lines_of_another_kind_are_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1, "tokens": 10}}\n{line}\n')
+    expected = "a table with step and tokens, both integers"
+    message = f"{file}, line 2: got {json.loads(line)!r}, expected {expected}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Metrics(tmp_path, 5)
+    assert file.read_text().endswith(f"{line}\n")  # nothing is lost
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1, "tokens": 10}\n'
+    for spoilt in (b"\xff", b'{"step": 2, "tokens": 20, "x": "\xff"}'):
+        file.write_bytes(whole + spoilt + b"\n" + whole)
+        with pytest.raises(
+            ValueError, match=r"metrics.jsonl, line 2: got .*xff.*, expected JSON$"
+        ) as caught:
+            read_metrics(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:

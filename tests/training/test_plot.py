@@ -50,6 +50,16 @@ def test_what_cannot_be_drawn_is_named(run: Path, tmp_path: Path) -> None:
         plot_runs([run], Path("no/a.png"))
     with pytest.raises(ValueError, match=r"^run: got '.*empty', expected a folder with steps"):
         plot_runs([run, tmp_path / "empty"], tmp_path / "a.png")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "loss": "low"}\n')
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl, line 1: loss: got 'low', expected a number$"
+    ):
+        plot_runs([run, broken], tmp_path / "a.png")
+    (broken / "metrics.jsonl").write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1: got {'loss': 1}, expected a tab"):
+        plot_runs([run, broken], tmp_path / "a.png")
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ValueError, match=r"^out: got .*folder.png.*, expected a file to write to"):
