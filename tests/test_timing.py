@@ -1,5 +1,6 @@
 """The timer against known durations, and the machine against what torch says of it."""
 
+import math
 import time
 
 import pytest
@@ -56,6 +57,30 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="threads: got 0, expected at least 1"):
         timing.use_threads(0).__enter__()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0])
+def test_no_time_that_nothing_can_take(seconds: float) -> None:
+    timing.check_seconds(0.0)
+    message = f"^seconds: got {seconds}, expected a finite number of at least 0$"
+    with pytest.raises(ValueError, match=message):
+        timing.check_seconds(seconds)
+
+
+def test_much_time_is_as_many_repeats_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_REPEATS", 7)
+    assert timing.measure(lambda: None, CPU, seconds=1e308).repeats == 7
+
+
+def test_threads_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    message = r"^threads: got 13, expected at most 12, 4 times the CPU's 3 cores$"
+    with pytest.raises(ValueError, match=message):
+        timing.use_threads(13).__enter__()
+    with timing.use_threads(12):
+        assert torch.get_num_threads() == 12
+    assert torch.get_num_threads() == before
 
 
 def test_device_names() -> None:

@@ -101,6 +101,7 @@ def read_plan(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     plan = Plan(tuple(map(Shape.parse, shapes or usual_shapes)), where, dtype, **settings)
+    timing.check_seconds(plan.seconds)
     if plan.tokens < 1:
         raise ValueError(f"tokens: got {plan.tokens}, expected at least 1")
     if plan.sweep and (reason := why_not("triton", where, DTYPES[dtype], ("step",))):

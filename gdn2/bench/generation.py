@@ -87,6 +87,7 @@ def read_plan(
     usual_batches, usual_contexts, _ = DEFAULTS[where.type]
     sizes = (tuple(batches or usual_batches), tuple(contexts or usual_contexts))
     plan = Plan(model, *sizes, where, find_dtype(dtype, where), **settings)
+    timing.check_seconds(plan.seconds)
     for name, values in {
         "batch": plan.batches,
         "context": plan.contexts,

@@ -144,6 +144,7 @@ def read_plans(
         )
         for sizes, names in asked
     ]
+    timing.check_seconds(plans[0].seconds)
     for shape in (shape for plan in plans for shape in plan.shapes):
         packed_lengths(settings.get("packed", ""), shape)  # a mistake shows before any timing
         check_value_heads(settings.get("value_heads"), settings["form"], shape)

@@ -55,8 +55,8 @@ def check(device: torch.device, seconds: float) -> None:
     """Refuse a device without the library, and no time."""
     if device.type != "cuda":
         raise ValueError(f"device: got {device.type}, expected cuda, whose library is asked")
-    if not seconds > 0:
-        raise ValueError(f"seconds: got {seconds}, expected more than 0")
+    if not 0 < seconds < inf:
+        raise ValueError(f"seconds: got {seconds}, expected a finite number above 0")
     try:
         library_version()
     except CudaError as missing:

@@ -96,10 +96,6 @@ def _run(folder: Path) -> Run:
     lines = read_metrics(folder)
     if not lines:
         raise ValueError(f"{folder / METRICS}: got no steps, expected at least one")
-    for number, line in enumerate(lines, 1):
-        where = f"{folder / METRICS}, line {number}"
-        if not isinstance(line, dict) or not {"step", "tokens"} <= line.keys():
-            raise ValueError(f"{where}: got {line!r}, expected a table with step and tokens")
     return Run(folder, load_config(folder / WRITTEN), lines)
 
 

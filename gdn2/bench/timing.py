@@ -1,5 +1,6 @@
 """The one way to time, and the machine that a time belongs to."""
 
+import math
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from gdn2 import __version__
+from gdn2.ops.arguments import require
 
 Key = TypeVar("Key")
 DTYPES = {
@@ -28,6 +30,7 @@ L2_FLUSH_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
 FLUSHES = 16
 COPIED_BYTES = {"cpu": 2**26, "cuda": 2**30}
 MOST_REPEATS = 1000
+MOST_THREADS = 4  # times the CPU's cores; a hundred thousand threads end the process
 
 # Packages that nothing needs but one extra of ours, which installs them.
 OPTIONAL = {
@@ -105,8 +108,8 @@ def measure_together(
         round_seconds = time.perf_counter() - start
     peaks = {name: peak_bytes(call, device) for name, call in calls.items()}
 
-    wanted = int(seconds * len(calls) / max(round_seconds, 1e-9))
-    rounds = min(max(wanted, least), MOST_REPEATS)
+    wanted = min(seconds * len(calls) / max(round_seconds, 1e-9), MOST_REPEATS)
+    rounds = min(max(int(wanted), least), MOST_REPEATS)
     samples: dict[Key, list[Callable[[], float]]] = {name: [] for name in calls}
     for done in range(rounds):
         for name, call in calls.items():
@@ -114,6 +117,12 @@ def measure_together(
         progress((done + 1) / rounds)
     synchronize(device)
     return {n: _summary([read() for read in reads], peaks[n]) for n, reads in samples.items()}
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse a time that nothing can take."""
+    fits = 0 <= seconds < math.inf
+    require(fits, "seconds", seconds, "a finite number of at least 0")
 
 
 def _timer(device: torch.device) -> Callable[[Callable[[], object]], Callable[[], float]]:
@@ -192,8 +201,12 @@ def find_device(name: str | None) -> torch.device:
 def use_threads(count: int | None) -> Iterator[None]:
     """Let torch use so many CPU threads for a while; None changes nothing."""
     before = torch.get_num_threads()
-    if count is not None and count < 1:
-        raise ValueError(f"threads: got {count}, expected at least 1")
+    cores = os.cpu_count() or 1
+    most = MOST_THREADS * cores
+    if count is not None:
+        require(count >= 1, "threads", count, "at least 1")
+        expected = f"at most {most}, {MOST_THREADS} times the CPU's {cores} cores"
+        require(count <= most, "threads", count, expected)
     torch.set_num_threads(count or before)
     try:
         yield

@@ -68,7 +68,10 @@ def generate(
     )
     ending = Stop(max_tokens=max_tokens, strings=tuple(stop or ()))
     talk = Talk(model, tokenizer, device, dtype)
-    prompt = typer.get_text_stream("stdin").read() if text == "-" else text
+    try:
+        prompt = typer.get_text_stream("stdin").read() if text == "-" else text
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"standard input: got {wrong}, expected UTF-8") from None
     report = talk.go_on(prompt, sampling, ending, seed)
     typer.echo(report.in_words(), err=True)
     write(json_file, report.as_json())

@@ -75,6 +75,7 @@ class Talk:
 
     def go_on(self, prompt: str, sampling: Sampling, stop: Stop, seed: int) -> Report:
         """Print what follows the prompt."""
+        _check_text(prompt)
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError(f"text: got {prompt!r}, expected at least one token")
@@ -104,3 +105,11 @@ class Talk:
         typer.echo()
         spent = prefilled - started, moments[-1] - moments[:2][-1]
         return Report("".join(pieces), tokens, end, len(ids), *spent, steps.eager_because)
+
+
+def _check_text(prompt: str) -> None:
+    """Refuse bytes that are no text: Python hides them in arguments as surrogates, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"text: got {prompt!r}, expected UTF-8") from None

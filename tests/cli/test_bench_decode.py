@@ -164,6 +164,8 @@ def started(step: decode.Step, states: Tensor) -> Any:
         (["--shape", "1x1x257x8"], "shape: got '1x1x257x8', expected BxHxDkxDv with widths up to"),
         (["--tokens", "0"], "tokens: got 0, expected at least 1"),
         (["--dtype", "int8"], "dtype: got 'int8', expected one of fp64, fp32, bf16, fp16"),
+        (["--seconds", "inf"], "seconds: got inf, expected a finite number of at least 0"),
+        (["--seconds", "-1"], "seconds: got -1.0, expected a finite number of at least 0"),
         (
             ["--sweep"],
             "sweep: got True, but Triton kernels need a CUDA GPU, not cpu; expected",

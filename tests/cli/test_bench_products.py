@@ -115,8 +115,9 @@ def test_a_gpu_without_the_library_or_time_is_refused(monkeypatch: pytest.Monkey
         raise CudaError("libcublasLt.so.0 is not to be found")
 
     gpu = torch.device("cuda")
-    with pytest.raises(ValueError, match=r"^seconds: got 0, expected more than 0$"):
-        bench.check(gpu, 0)
+    for seconds in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"^seconds: got {seconds}, expected a finite number"):
+            bench.check(gpu, seconds)
     monkeypatch.setattr(bench, "library_version", missing)
     reason = r"^device: got cuda, expected its library, but libcublasLt.so.0 is not to be found$"
     with pytest.raises(ValueError, match=reason):

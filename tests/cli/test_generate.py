@@ -121,6 +121,14 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_a_prompt_that_is_no_text_is_named(folder: Path, tokenizer: str) -> None:
+    chosen = ["--tokenizer", "bytes"] if tokenizer == "bytes" else []
+    result = run("generate", str(folder), "one \udcff", "--device", "cpu", *chosen)
+    assert result.exit_code == 2
+    assert result.stderr == "error: text: got 'one \\udcff', expected UTF-8\n"
+
+
 def test_a_tokenizer_too_large_for_the_model_is_named(folder: Path) -> None:
     result = run("generate", str(folder), "x", "--tokenizer", "bytes")
     assert result.exit_code == 2
@@ -170,3 +178,18 @@ def test_the_benchmark_refuses_nothing_to_do(option: str) -> None:
     result = run("bench", "generation", "gdn2-1m", option, "0")
     assert result.exit_code == 2
     assert f"error: {option[2:]}: got 0, expected at least 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seconds", "inf", "seconds: got inf, expected a finite number of at least 0"),
+        ("--seconds", "nan", "seconds: got nan, expected a finite number of at least 0"),
+        ("--seconds", "-1", "seconds: got -1.0, expected a finite number of at least 0"),
+        ("--threads", "100000", "threads: got 100000, expected at most "),
+    ],
+)
+def test_the_benchmark_refuses_what_cannot_be(option: str, value: str, message: str) -> None:
+    result = run("bench", "generation", "gdn2-1m", "--device", "cpu", option, value)
+    assert result.exit_code == 2
+    assert f"error: {message}" in result.stderr
