@@ -62,6 +62,8 @@ def damage(path: Path) -> str | None:
         expected = read_json(path / CHECKSUMS)
     except ValueError as mistake:
         return str(mistake)
+    if not expected:  # every checkpoint has files
+        return f"{CHECKSUMS} names no file"
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda name: _mismatch(path / name, expected[name]), expected)
         return next((wrong for wrong in found if wrong), None)

@@ -246,6 +246,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip, "model.safetensors other than it was written"),
     "missing": (lambda path: (path / ".metadata").unlink(), ".metadata: No such file"),
     "no sums": (lambda path: (path / "checksums.json").unlink(), "checksums.json: got no such"),
+    "empty sums": (
+        lambda path: (path / "checksums.json").write_text("{}"),
+        "checksums.json names no file",
+    ),
     "half the sums": (
         lambda path: (path / "checksums.json").write_text('{"extra.json":'),
         "checksums.json: got Expecting value",
