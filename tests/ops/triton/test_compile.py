@@ -67,10 +67,15 @@ HOPPER_AND_OTHERS = pytest.mark.parametrize(
 
 
 @HOPPER_AND_OTHERS
-def test_reads_of_ranks_compile(targets: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "launches"), [("rank_reads,rank_reads_gradient", 4), ("cross_entropy,scaled", 2)]
+)
+def test_reads_of_ranks_and_the_loss_compile(
+    kernels: str, launches: int, targets: tuple[int, ...], tmp_path: Path
+) -> None:
     cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    rows = compile_kernels("rank_reads,rank_reads_gradient", cases, tmp_path)
-    assert len(rows) == 4 * len(cases)
+    rows = compile_kernels(kernels, cases, tmp_path)
+    assert len(rows) == launches * len(cases)
     check_compiled(rows)
 
 
@@ -82,14 +87,6 @@ def test_what_lies_between_maps_and_rule_compiles(targets: tuple[int, ...], tmp_
     for case in cases:
         compiled = {name.removesuffix("_kernel") for c, name, _ in rows if c == case}
         assert compiled == set(kernels)
-    check_compiled(rows)
-
-
-@HOPPER_AND_OTHERS
-def test_the_loss_compiles(targets: tuple[int, ...], tmp_path: Path) -> None:
-    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    rows = compile_kernels("cross_entropy,scaled", cases, tmp_path)
-    assert len(rows) == 2 * len(cases)
     check_compiled(rows)
 
 
