@@ -21,10 +21,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL_TYPE, ARCHITECTURE = "gdn2", "Gdn2ForCausalLM"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = ("tokenizer*", "special_tokens*")
-TOKENIZER_KINDS = {
-    ".json": "tokenizer.json",
-    ".model": "tokenizer.model",
-}  # a file's name in a folder
+# what a tokenizer's file is called in a model's folder
+TOKENIZER_NAMES = {".json": "tokenizer.json", ".model": "tokenizer.model"}
 PARTS = "model-?????-of-?????.safetensors"
 REPLACEABLE = (CONFIG, GENERATION, "model.safetensors", PARTS, "model.safetensors.index.json")
 WRITTEN_BESIDE = ("architectures", "model_type", "dtype")  # the fields of ModelConfig
@@ -157,9 +155,10 @@ def _to_json(model: LanguageModel) -> dict[str, Any]:
 def _tokenizer_files(place: Path) -> dict[str, Path]:
     """The files of a tokenizer, by their names in a model's folder."""
     if place.is_file():
-        name = TOKENIZER_KINDS.get(place.suffix)
-        known = name is not None and (place.suffix != ".json" or "model" in read_json(place))
-        return {name: place} if known and name is not None else {}
+        name = TOKENIZER_NAMES.get(place.suffix)
+        if name is None or (place.suffix == ".json" and "model" not in read_json(place)):
+            return {}
+        return {name: place}
     files = sorted(place.iterdir()) if place.is_dir() else []
     return {file.name: file for file in files if _matches(file, TOKENIZER_FILES)}
 

@@ -53,8 +53,8 @@ def config_from(table: dict[str, Any]) -> RunConfig:
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
-    """Write down what a run was started with."""
-    for name, record in ((DIGESTS, digests(config.data)), (WRITTEN, to_plain(config))):
+    """Write down what a run was started with; the config first, by which a folder is known as a run's after a kill."""
+    for name, record in ((WRITTEN, to_plain(config)), (DIGESTS, digests(config.data))):
         part = folder / f".{name}"
         write_json(part, record)
         part.replace(folder / name)

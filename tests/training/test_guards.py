@@ -13,8 +13,9 @@ from gdn2.data.config import TokensConfig, open_source
 from gdn2.data.prepare import prepare
 from gdn2.layers.plain import to_plain
 from gdn2.models.config import ModelConfig
+from gdn2.models.files import write_json
 from gdn2.models.language_model import LanguageModel
-from gdn2.training import demo, loop
+from gdn2.training import demo, loop, run_file
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError, is_lack_of_memory
 from gdn2.training.loop import train
@@ -40,6 +41,22 @@ def test_a_run_that_saved_nothing_begins_anew(tmp_path: Path) -> None:
     for saved in (tmp_path / "checkpoints").glob("step-*"):
         saved.rename(tmp_path / "away")
     assert train(config(tmp_path, **sections), until=3).step == 3
+
+
+def test_a_run_killed_at_its_first_file_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(file: Path, record: dict[str, Any]) -> None:
+        if len([*tmp_path.glob("*.json")]) == 1:
+            raise KeyboardInterrupt
+        write_json(file, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_file, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(tmp_path))
+    assert [file.name for file in tmp_path.glob("*.json")] == ["config.json"]
+    assert train(config(tmp_path), until=1).step == 1
 
 
 def test_a_model_without_numbers_has_no_loss(tmp_path: Path) -> None:
