@@ -11,17 +11,26 @@ struct Terms { Pair4 v[4]; };
     FOUR_RESULTS(d, 0), FOUR_RESULTS(d, 1), FOUR_RESULTS(d, 2), FOUR_RESULTS(d, 3),         \
         FOUR_RESULTS(d, 4), FOUR_RESULTS(d, 5), FOUR_RESULTS(d, 6), FOUR_RESULTS(d, 7)
 
-// How a product finds an operand in a block.
-DEVICE unsigned long long described(const char* operand) {
-    constexpr unsigned long long EIGHT_ROWS = 1024 >> 4, SWIZZLED = 1;
-    return (shared_address(operand) & 0x3ffff) >> 4 | 1ull << 16 | EIGHT_ROWS << 32 | SWIZZLED << 62;
-}
+// How a product finds an operand in a block; others of the same block are so many bytes later, a multiple of 16.
+struct Described {
+    u32 low;
+    DEVICE Described(const char* operand) : low(shared_address(operand) >> 4 | 1u << 16) {}
+    DEVICE Described later(int bytes) const {
+        Described other = *this;
+        other.low += bytes >> 4;
+        return other;
+    }
+    DEVICE unsigned long long bits() const {
+        constexpr unsigned long long EIGHT_ROWS = 1024 >> 4, SWIZZLED = 1;
+        return EIGHT_ROWS << 32 | SWIZZLED << 62 | low;
+    }
+};
 
 // to = keep to + SIGN a b for 16 terms. b [terms, columns] begins at the given row of a block, if TERMS_ARE_ROWS; else
 // its transpose at the given column. Blocks begin where 1024 divides the address. The product runs on: nobody may touch
 // `to` and `a` before it was waited for.
 template <bool TERMS_ARE_ROWS, int SIGN>
-DEVICE void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
+DEVICE void group_product(Product& to, const Pair4& a, const Described& b, bool keep) {
     float(&d)[8][4] = to.v;
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
@@ -30,14 +39,14 @@ DEVICE void group_product(Product& to, const Pair4& a, const char* b, bool keep)
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "{%32,%33,%34,%35}, %36, p, %38, 1, %39;}"
         : RESULTS(d)
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(described(b)), "r"(static_cast<int>(keep)), "n"(SIGN),
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b.bits()), "r"(static_cast<int>(keep)), "n"(SIGN),
           "n"(TERMS_ARE_ROWS ? 1 : 0));
 }
 
 // The same with both operands in shared memory: a [64 rows, terms] begins at the given column of a block, or its
 // transpose at the given row if TERMS_ARE_ROWS_A.
 template <bool TERMS_ARE_ROWS_A, bool TERMS_ARE_ROWS_B, int SIGN>
-DEVICE void group_product(Product& to, const char* a, const char* b, bool keep) {
+DEVICE void group_product(Product& to, const Described& a, const Described& b, bool keep) {
     float(&d)[8][4] = to.v;
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
@@ -46,7 +55,7 @@ DEVICE void group_product(Product& to, const char* a, const char* b, bool keep) 
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "%32, %33, p, %35, 1, %36, %37;}"
         : RESULTS(d)
-        : "l"(described(a)), "l"(described(b)), "r"(static_cast<int>(keep)), "n"(SIGN), "n"(TERMS_ARE_ROWS_A ? 1 : 0),
+        : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(keep)), "n"(SIGN), "n"(TERMS_ARE_ROWS_A ? 1 : 0),
           "n"(TERMS_ARE_ROWS_B ? 1 : 0));
 }
 

@@ -36,8 +36,8 @@ DEVICE void chunk_gradients(char* memory, int turn, int index, int chunks, const
         inverse_gradient(dZ, memory);
         value_gradients(memory, dZ, chunk, x);
         __syncwarp();
-        drain<value_place>(out.dv, memory + AT_V, chunk);
-        if (W_WIDTH == D) drain<value_place>(out.dw, memory + AT_W, chunk);
+        drain<ValueRows>(out.dv, memory + AT_V, chunk);
+        if (W_WIDTH == D) drain<ValueRows>(out.dw, memory + AT_W, chunk);
         __syncwarp();
         if (more) fetch_values(memory, part(memory, turn + 1, following), x);
         await_group();  // nobody of the group reads dR any more
@@ -74,9 +74,9 @@ DEVICE void chunk_gradients(char* memory, int turn, int index, int chunks, const
     half_gradients<0>(memory, part(memory, turn, index), x, out, L[0], between);
     __syncwarp();
     const Part chunk = part(memory, turn, index);
-    drain<key_place>(out.dk, memory + AT_K, chunk);
-    drain<key_place>(out.dq, memory + AT_Q, chunk);
-    if (B_WIDTH == D) drain<key_place>(out.db, memory + AT_B, chunk);
+    drain<KeyRows>(out.dk, memory + AT_K, chunk);
+    drain<KeyRows>(out.dq, memory + AT_Q, chunk);
+    if (B_WIDTH == D) drain<KeyRows>(out.db, memory + AT_B, chunk);
     __syncwarp();
     if (more) fetch_keys(memory, part(memory, turn + 1, following), x);
     end_copies();

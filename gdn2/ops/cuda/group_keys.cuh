@@ -23,9 +23,9 @@ DEVICE void split(const Each& x, Pairs& high, Pairs& low) {
 
 // Where a lane reads or writes a half's tokens and its warp's channels, for two pairs from n on.
 DEVICE int pairs_at(int half, int n) {
-    const int lane = threadIdx.x % 32, i = lane & 7;
-    const int token = HALF * half + 8 * (i >> 1) + 2 * (n + (lane >> 4)) + (i & 1);
-    return own_group() * BLOCK + turned_at(token, 2 * own_warp() + ((lane >> 3) & 1));
+    const int lane = threadIdx.x % 32, i = lane & 7, token = 8 * (i >> 1) + 2 * (lane >> 4) + (i & 1);
+    const int own = own_group() * BLOCK + turned_at(token, 2 * own_warp() + ((lane >> 3) & 1));
+    return own + 128 * (HALF * half + 2 * n);
 }
 
 DEVICE Pairs load_pairs(const char* tile, int half) {
@@ -48,30 +48,29 @@ DEVICE void store_pairs(char* tile, int half, const Each& x) {
 }
 
 // A quarter of a square of score gradients as an operand: columns of the result are its rows, readers, or its columns.
+// What a lane's place has of the lane is made once: quarters begin where that and constants have no bit in common.
 struct Quarter { u32 v[2][2][4]; };
 
 DEVICE Quarter readers(const char* square, int row, int column) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, own = block_at((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     Quarter to;
 #pragma unroll
     for (int k = 0; k < 2; k++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const int reader = row + 16 * n + (lane & 7) + ((lane >> 4) << 3);
-            load_matrices(to.v[k][n], square + block_at(reader, column / 8 + 2 * k + ((lane >> 3) & 1)));
+            load_matrices(to.v[k][n], square + 128 * (row + 16 * n) + (own ^ (2 * column + 32 * k)));
         }
     return to;
 }
 
 DEVICE Quarter keys(const char* square, int row, int column) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, own = block_at(lane & 15, lane >> 4);
     Quarter to;
 #pragma unroll
     for (int k = 0; k < 2; k++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const int at = block_at(row + 16 * k + (lane & 15), column / 8 + 2 * n + (lane >> 4));
-            load_transposed(to.v[k][n], square + at);
+            load_transposed(to.v[k][n], square + 128 * (row + 16 * k) + (own ^ (2 * column + 32 * n)));
         }
     return to;
 }
@@ -107,19 +106,20 @@ DEVICE float over_tokens_of_half(float x) {
     return x + from_other(x, 2);
 }
 
+// The first of a thread's eight tokens of a half, and of its two channels.
+DEVICE int own_token() { return 8 * (threadIdx.x & 3); }
+DEVICE int own_channel() { return 64 * own_group() + 16 * own_warp() + threadIdx.x % 32 / 4; }
+
 DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log) : 0.0f; }
 
 // Log-decays of a half since its start, in powers of two, and those of both halves, of a thread's two channels.
 DEVICE void load_decays(Each& to, const Part& chunk, const float* g, int half) {
-    const int lane = threadIdx.x % 32, channel = 64 * own_group() + 16 * own_warp() + lane / 4;
+    const int token = HALF * half + own_token(), room = chunk.length - token;
+    const float* from = chunk.at<float, 4>(g, token, own_channel());
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int token = HALF * half + 8 * (lane & 3) + i;
-            const float* at = chunk.at<float, 4>(g, chunk.knows(token) ? token : 0, channel + 8 * r);
-            to.v[i / 2][2 * r + i % 2] = chunk.knows(token) ? *at : 0.0f;
-        }
+        for (int r = 0; r < 2; r++) to.v[i / 2][2 * r + i % 2] = i < room ? from[HEADS * D * i + 8 * r] : 0.0f;
 }
 
 DEVICE void sum_decays(Each& L, float (&last)[2]) {
@@ -230,7 +230,7 @@ DEVICE Pairs load_gates(const char* memory, const Part& chunk, const Inputs& x, 
     Pairs to;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const int token = HALF * half + 8 * (threadIdx.x & 3) + 2 * n;
+        const int token = HALF * half + own_token() + 2 * n;
         const u32 a = chunk.gate<B_WIDTH>(x.b, token, 0), b = chunk.gate<B_WIDTH>(x.b, token + 1, 0);
         to.v[n][0] = to.v[n][1] = (a & 0xffffu) | (b << 16);
     }
@@ -242,7 +242,7 @@ DEVICE void place_erased(char* memory, const Each& db, int half) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float sum = over_tokens(db.v[i / 2][i % 2] + db.v[i / 2][2 + i % 2]);  // over lanes of other channels
-        const int token = HALF * half + 8 * (threadIdx.x & 3) + i;
+        const int token = HALF * half + own_token() + i;
         if (threadIdx.x % 32 < 4) reinterpret_cast<float*>(memory + AT_ERASED)[C * (threadIdx.x / 32) + token] = sum;
     }
 }
@@ -250,10 +250,9 @@ DEVICE void place_erased(char* memory, const Each& db, int half) {
 // Gradients of queries, erase gates, keys and log-decays of one half.
 template <int HALF_AT> DEVICE void half_gradients(
     char* memory, const Part& chunk, const Inputs& x, const Outputs& out, const Each& L, Between& between) {
-    const int lane = threadIdx.x % 32, mine = HALF * HALF_AT + 8 * (lane & 3);
+    const int mine = HALF * HALF_AT + own_token();
     const float* diagonal = reinterpret_cast<const float*>(memory + AT_DIAGONAL) + mine;
     const Pairs K = load_pairs(memory + AT_K, HALF_AT), Q = load_pairs(memory + AT_Q, HALF_AT);
-    const Pairs B = load_gates(memory, chunk, x, HALF_AT);
     Each dX, lifted, sums, d_keys = {};
     Pairs key, key_rest;
     {
@@ -268,7 +267,6 @@ template <int HALF_AT> DEVICE void half_gradients(
         split(lowered, key, key_rest);
     }
     const auto query = [&](int n, int e) { return one_of(Q.v[n][e >> 1], e & 1) * x.scale; };
-    const auto erase = [&](int n, int e) { return one_of(B.v[n][e >> 1], e & 1) * one_of(K.v[n][e >> 1], e & 1); };
     reader_gradient<HALF_AT>(
         dX, d_keys, between, query, lifted, key, key_rest, memory, QUERIES);
     {
@@ -283,6 +281,8 @@ template <int HALF_AT> DEVICE void half_gradients(
             }
         store_pairs(memory + AT_Q, HALF_AT, dQ);
     }
+    const Pairs B = load_gates(memory, chunk, x, HALF_AT);
+    const auto erase = [&](int n, int e) { return one_of(B.v[n][e >> 1], e & 1) * one_of(K.v[n][e >> 1], e & 1); };
     reader_gradient<HALF_AT>(
         dX, d_keys, between, erase, lifted, key, key_rest, memory, ERASE_ROWS);
     {
@@ -319,6 +319,8 @@ template <int HALF_AT> DEVICE void half_gradients(
             dK.v[n][e] = passed + inside + dX.v[n][e] * gate + diagonal[2 * n + (e & 1)] * query(n, e);
         }
     store_pairs(memory + AT_K, HALF_AT, dK);
+    float* dg = chunk.at<float, 4>(out.dg, mine, own_channel());
+    const int room = chunk.length - mine;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (HALF_AT == 0) total[r] += between.whole[0][r] * between.d_first[r];
@@ -330,8 +332,7 @@ template <int HALF_AT> DEVICE void half_gradients(
         float before = before_lanes(sum, all) + total[r];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int channel = 64 * own_group() + 16 * own_warp() + lane / 4 + 8 * r;
-            chunk.store<float, 4>(out.dg, mine + i, channel, before);
+            if (i < room) dg[HEADS * D * i + 8 * r] = before;
             before += sums.v[i / 2][2 * r + i % 2];
         }
     }

@@ -63,77 +63,84 @@ DEVICE Part part(const char* memory, int turn, int index) {
     return {index, (from[0] * HEADS + index % HEADS) * D, static_cast<int>(from[1])};
 }
 
-// Eight channels of a token, and where they are in a tile.
-struct Place { int at, row, channel; };
+// A thread's eight channels of four rows of a tile: where the first is, and how many rows later the others are. These
+// are constants, so that an address is made for the first alone.
+struct ValueRows {  // each warp has 16 rows of its group's 64 value channels, in four series
+    int at, row, channel;
+    DEVICE explicit ValueRows(int thread) : row(thread / 32 % 4 * 16 + thread % 32 / 8), channel(thread / 128 * 64) {
+        at = thread / 128 * BLOCK + block_at(row, thread % 8), channel += thread % 8 * 8;
+    }
+    static DEVICE constexpr int later(int i) { return 4 * i; }
+    DEVICE int place(int i) const { return (at ^ (i % 2 * 64)) + 128 * later(i); }
+};
 
-// Each warp has 16 rows of its group's 64 value channels, in four series.
-DEVICE Place value_place(int thread, int i) {
-    const int row = thread / 32 % 4 * 16 + 4 * i + thread % 32 / 8, eight = thread % 8, group = thread / 128;
-    return {group * BLOCK + block_at(row, eight), row, 64 * group + 8 * eight};
-}
+struct KeyRows {  // each warp has its 16 key channels of all rows; eight lanes read or write different banks
+    int at, row, channel;
+    DEVICE explicit KeyRows(int thread) : row((thread & 6) * 4 + thread % 32 / 8), channel(thread / 128 * 64) {
+        const int eight = thread / 32 % 4 * 2 + (thread & 1);
+        at = thread / 128 * BLOCK + turned_at(row, eight), channel += 8 * eight;
+    }
+    static DEVICE constexpr int later(int i) { return (i & 2) * 16 + (i & 1) * 4; }
+    DEVICE int place(int i) const { return at + 128 * later(i); }
+};
 
-// Each warp has its 16 key channels of all rows; eight lanes next to each other read or write different banks.
-DEVICE Place key_place(int thread, int i) {
-    const int lane = thread % 32, group = thread / 128, row = (i & 2) * 16 + (lane & 6) * 4 + (i & 1) * 4 + lane / 8;
-    const int eight = thread / 32 % 4 * 2 + (lane & 1);
-    return {group * BLOCK + turned_at(row, eight), row, 64 * group + 8 * eight};
-}
+constexpr int ROW = 2 * HEADS * D;  // bytes from a token to the next one
 
-DEVICE void fetch(char* tile, const void* from, const Part& chunk, const Place& to) {
-    const bool known = chunk.knows(to.row);
-    copy_async(tile + to.at, chunk.at<char>(from, known ? to.row : 0, to.channel), known);
+template <class Rows> DEVICE void fetch_rows(char* tile, const void* from, const Part& chunk, const Rows& rows) {
+    const char* first = chunk.at<char>(from, rows.row, rows.channel);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        copy_async(tile + rows.place(i), first + ROW * rows.later(i), rows.row + rows.later(i) < chunk.length);
+    }
 }
 
 // A tile of results to where they belong.
-template <Place (*PLACE)(int, int)> DEVICE void drain(void* to, const char* tile, const Part& chunk) {
-    const int thread = own_thread();
+template <class Rows> DEVICE void drain(void* to, const char* tile, const Part& chunk) {
+    const Rows rows(own_thread());
+    char* first = chunk.at<char>(to, rows.row, rows.channel);
     Pair4 x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = *reinterpret_cast<const Pair4*>(tile + PLACE(thread, i).at);
+    for (int i = 0; i < 4; i++) x[i] = *reinterpret_cast<const Pair4*>(tile + rows.place(i));
 #pragma unroll
-    for (int i = 0; i < 4; i++) chunk.store<Pair4>(to, PLACE(thread, i).row, PLACE(thread, i).channel, x[i]);
+    for (int i = 0; i < 4; i++) {
+        const bool known = rows.row + rows.later(i) < chunk.length;
+        if (known) *reinterpret_cast<Pair4*>(first + ROW * rows.later(i)) = x[i];
+    }
 }
 
 DEVICE void fetch_values(char* memory, const Part& chunk, const Inputs& x) {
-    const int thread = own_thread();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        fetch(memory + AT_V, x.v, chunk, value_place(thread, i));
-        if (W_WIDTH == D) fetch(memory + AT_W, x.w, chunk, value_place(thread, i));
-    }
+    const ValueRows rows(own_thread());
+    fetch_rows(memory + AT_V, x.v, chunk, rows);
+    if (W_WIDTH == D) fetch_rows(memory + AT_W, x.w, chunk, rows);
 }
 
 DEVICE void fetch_inverse(char* memory, const Part& chunk, const Inputs& x) {
     const int thread = own_thread();
+    const char* from = static_cast<const char*>(x.A) + chunk.index * BLOCK + 16 * thread;
+    char* to = memory + AT_A + block_at(thread / 8, thread % 8);
 #pragma unroll
-    for (int i = 0; i < C * 8 / THREADS; i++) {
-        const int n = thread + THREADS * i;
-        const char* from = static_cast<const char*>(x.A) + chunk.index * BLOCK + 16 * n;
-        copy_async(memory + AT_A + block_at(n / 8, n % 8), from);
-    }
+    for (int i = 0; i < C * 8 / THREADS; i++) copy_async(to + 16 * THREADS * i, from + 16 * THREADS * i);
 }
 
 DEVICE void fetch_keys(char* memory, const Part& chunk, const Inputs& x) {
-    const int thread = own_thread();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        fetch(memory + AT_K, x.k, chunk, key_place(thread, i));
-        fetch(memory + AT_Q, x.q, chunk, key_place(thread, i));
-        if (B_WIDTH == D) fetch(memory + AT_B, x.b, chunk, key_place(thread, i));
-    }
+    const KeyRows rows(own_thread());
+    fetch_rows(memory + AT_K, x.k, chunk, rows);
+    fetch_rows(memory + AT_Q, x.q, chunk, rows);
+    if (B_WIDTH == D) fetch_rows(memory + AT_B, x.b, chunk, rows);
 }
 
 // Gradients of outputs and residuals with tokens in the order of columns; gradients of residuals as they are.
 DEVICE void fetch_tokens(char* memory, const Part& chunk, const Inputs& x) {
-    const int thread = own_thread();
+    const int thread = own_thread(), column = thread / 16, eight = thread % 16, token = exchanged(column);
+    const int to = eight / 8 * BLOCK + block_at(column, eight % 8), from = stored_at<C>(token, 8 * eight);
+    const char* d_out = chunk.at<char>(x.d_out, token, 8 * eight);
+    const char* R = static_cast<const char*>(x.R) + chunk.index * TILE;
 #pragma unroll
-    for (int i = 0; i < C * 16 / THREADS; i++) {
-        const int n = thread + THREADS * i, column = n / 16, eight = n % 16, token = exchanged(column);
-        const int at = eight / 8 * BLOCK + block_at(column, eight % 8);
-        const bool known = chunk.knows(token);
-        copy_async(memory + AT_DO + at, chunk.at<char>(x.d_out, known ? token : 0, 8 * eight), known);
-        copy_async(
-            memory + AT_R + at, static_cast<const char*>(x.R) + chunk.index * TILE + stored_at<C>(token, 8 * eight));
+    for (int i = 0; i < 4; i++) {
+        constexpr int ROWS = THREADS / 16;
+        const int later = (i & 2) * 16 + (i & 1) * 4, at = to + 128 * ROWS * i;  // exchanged(ROWS * i)
+        copy_async(memory + AT_DO + at, d_out + ROW * later, token + later < chunk.length);
+        copy_async(memory + AT_R + at, R + (from ^ (i % 2 * 64)) + 128 * later);
     }
     if (threadIdx.x == 0) {
         char* signal = memory + AT_SIGNALS;

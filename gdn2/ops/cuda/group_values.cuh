@@ -4,12 +4,10 @@
 
 // dZ = A^T dR for a group's 64 value channels, tokens as rows.
 DEVICE void inverse_gradient(Product& dZ, const char* memory) {
+    const Described A = memory + AT_A, dR = memory + AT_DZ + own_group() * BLOCK;
     begin_products();
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const char* rows = memory + AT_DZ + own_group() * BLOCK + 2048 * k;
-        group_product<true, true, 1>(dZ, memory + AT_A + 2048 * k, rows, k > 0);
-    }
+    for (int k = 0; k < 4; k++) group_product<true, true, 1>(dZ, A.later(2048 * k), dR.later(2048 * k), k > 0);
     end_products();
     wait_for_products<0>();
     settle(dZ);
@@ -67,12 +65,14 @@ DEVICE void place_dZ(char* memory, const Product& dZ) {
     }
 }
 
-// to = SIGN a b^T along all value channels: rows of a from a first one on, in tiles of so many rows.
-template <int SIGN> DEVICE void along_values(Product& to, const char* a, int rows, int first_row, const char* b) {
+// to = SIGN a b^T along all value channels, whose blocks of a have so many rows.
+template <int SIGN>
+DEVICE void along_values(Product& to, const Described& a, int rows, const Described& b) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        const char* from = a + k / 4 * (rows * 128) + first_row * 128 + k % 4 * 32;
-        group_product<false, false, SIGN>(to, from, b + k / 4 * BLOCK + k % 4 * 32, k > 0);
+        const int block = k / 4, terms = k % 4 * 32;
+        group_product<false, false, SIGN>(
+            to, a.later(block * (rows * 128) + terms), b.later(block * BLOCK + terms), k > 0);
     }
 }
 
@@ -165,12 +165,12 @@ DEVICE void state_sums(float (&to)[2], const char* memory) {
 // keys, which are put aside once nobody needs the states.
 DEVICE void state_gradients(
     char* memory, const int (&until)[2], float* dA_out, float* dT_out, float (&d_state)[2]) {
-    const int rows = 64 * own_group();
+    const int rows = 128 * 64 * own_group();  // bytes
     Product x, y, z;
     begin_products();
-    along_values<1>(x, memory + (own_group() == 0 ? AT_DO : AT_DZ), C, 0, memory + AT_R);
+    along_values<1>(x, memory + (own_group() == 0 ? AT_DO : AT_DZ), C, memory + AT_R);
     end_products();
-    along_values<1>(y, memory + AT_S, D, rows, memory + AT_DO);
+    along_values<1>(y, memory + AT_S + rows, D, memory + AT_DO);
     end_products();
     wait_for_products<1>();
     settle(x);
@@ -178,8 +178,8 @@ DEVICE void state_gradients(
     wait_for_products<0>();
     settle(y);
     begin_products();
-    along_values<-1>(x, memory + AT_S, D, rows, memory + AT_DZ);
-    along_values<1>(z, memory + AT_DS, D, rows, memory + AT_R);
+    along_values<-1>(x, memory + AT_S + rows, D, memory + AT_DZ);
+    along_values<1>(z, memory + AT_DS + rows, D, memory + AT_R);
     end_products();
     state_sums(d_state, memory);
     wait_for_products<0>();

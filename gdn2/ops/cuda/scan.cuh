@@ -119,25 +119,25 @@ DEVICE StateTerms as_terms(const State& S) {
 }
 
 // to = keep to + SIGN a B^T: the rows of block B are columns of the result.
-template <int SIGN> DEVICE void times_rows(Product& to, const Terms& a, const char* block, bool keep = true) {
+template <int SIGN> DEVICE void times_rows(Product& to, const Terms& a, const Described& block, bool keep = true) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) group_product<false, SIGN>(to, a.v[k], block + 32 * k, keep || k > 0);
+    for (int k = 0; k < 4; k++) group_product<false, SIGN>(to, a.v[k], block.later(32 * k), keep || k > 0);
 }
 
-template <int SIGN> DEVICE void times_rows(Product& to, const StateTerms& a, const char* tile, bool keep = true) {
+template <int SIGN> DEVICE void times_rows(Product& to, const StateTerms& a, const Described& tile, bool keep = true) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) times_rows<SIGN>(to, a.half[h], tile + h * BLOCK, keep || h > 0);
+    for (int h = 0; h < HALVES; h++) times_rows<SIGN>(to, a.half[h], tile.later(h * BLOCK), keep || h > 0);
 }
 
 // to += SIGN a B.
-template <int SIGN> DEVICE void times_columns(Product& to, const Terms& a, const char* block) {
+template <int SIGN> DEVICE void times_columns(Product& to, const Terms& a, const Described& block) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) group_product<true, SIGN>(to, a.v[k], block + 16 * 128 * k, true);
+    for (int k = 0; k < 4; k++) group_product<true, SIGN>(to, a.v[k], block.later(16 * 128 * k), true);
 }
 
-template <int SIGN> DEVICE void times_columns(State& to, const Terms& a, const char* tile) {
+template <int SIGN> DEVICE void times_columns(State& to, const Terms& a, const Described& tile) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) times_columns<SIGN>(to.half[h], a, tile + h * BLOCK);
+    for (int h = 0; h < HALVES; h++) times_columns<SIGN>(to.half[h], a, tile.later(h * BLOCK));
 }
 
 // Where a lane reads or writes 16 rows of a block and its warp's 16 channels, as four matrices to turn.

@@ -152,16 +152,22 @@ inline void prefetch(const void*, int) {}
 struct Product { float v[8][4]; };
 struct Terms { Pair4 v[4]; };
 
+struct Described {
+    const char* at;
+    Described(const char* operand) : at(operand) {}
+    Described later(int bytes) const { return at + bytes; }
+};
+
 // An element of an operand in a block.
-inline float block_element(const char* from, bool terms_are_rows, int row, int term) {
-    int at = from - shared + (terms_are_rows ? term * 128 + row * 2 : row * 128 + term * 2);
+inline float block_element(const Described& from, bool terms_are_rows, int row, int term) {
+    int at = from.at - shared + (terms_are_rows ? term * 128 + row * 2 : row * 128 + term * 2);
     at ^= (at >> 7 & 7) << 4;
     uint16_t bits;
     memcpy(&bits, shared + at, 2);
     return first(bits);
 }
 
-template <bool TERMS_ARE_ROWS> void add_products(Product& to, const float (&rows)[2][16], const char* b, bool keep) {
+template <bool TERMS_ARE_ROWS> void add_products(Product& to, const float (&rows)[2][16], const Described& b, bool keep) {
     for (int n = 0; n < 8; n++) {
         for (int e = 0; e < 4; e++) {
             const int column = 8 * n + 2 * (current % 4) + e % 2;
@@ -173,7 +179,7 @@ template <bool TERMS_ARE_ROWS> void add_products(Product& to, const float (&rows
 }
 
 template <bool TERMS_ARE_ROWS_A, bool TERMS_ARE_ROWS_B, int SIGN>
-void group_product(Product& to, const char* a, const char* b, bool keep) {
+void group_product(Product& to, const Described& a, const Described& b, bool keep) {
     float rows[2][16];
     for (int r = 0; r < 2; r++) {
         const int row = current / 32 % 4 * 16 + current % 32 / 4 + 8 * r;
@@ -183,7 +189,7 @@ void group_product(Product& to, const char* a, const char* b, bool keep) {
 }
 
 template <bool TERMS_ARE_ROWS, int SIGN>
-void group_product(Product& to, const Pair4& a, const char* b, bool keep) {
+void group_product(Product& to, const Pair4& a, const Described& b, bool keep) {
     give(a);
     const int group = current % 32 / 4;
     float rows[2][16];
