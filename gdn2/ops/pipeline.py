@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
     state: Tensor
 
 
-# Elements of one operand tile in a segment on a CPU: 16 chunks of 64 tokens, 4 heads, width 64 (docs/performance.md).
+# Elements of one operand tile in a segment on a CPU: 16 chunks of 64 tokens, 4 heads, width 64 (docs/performance-steps.md).
 SEGMENT_ELEMENTS = 16 * 64 * 4 * 64
 
 

@@ -44,7 +44,7 @@ class Architecture(NamedTuple):
 
 
 # Best of a few on one H200 (torch 2.11, triton 3.6) at 4 × 4096 tokens, 16 heads, width 128, bf16; µs per call.
-# Each kernel was timed alone; what was slower is in docs/performance.md.
+# Each kernel was timed alone; what was slower is in docs/performance-steps.md.
 DEFAULT = {
     "decays": Launch(128, 0, 2),  # 134
     "scores": Launch(32, 0, 4),  # 290
