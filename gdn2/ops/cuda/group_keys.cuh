@@ -106,8 +106,7 @@ DEVICE float over_tokens_of_half(float x) {
     return x + from_other(x, 2);
 }
 
-// The first of a thread's eight tokens of a half, and of its two channels.
-DEVICE int own_token() { return 8 * (threadIdx.x & 3); }
+// The first of a thread's two channels.
 DEVICE int own_channel() { return 64 * own_group() + 16 * own_warp() + threadIdx.x % 32 / 4; }
 
 DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log) : 0.0f; }

@@ -41,6 +41,7 @@ struct Outputs {
 // Columns of products along tokens: of a half a thread holds eight next to each other, 8 (lane % 4) on, as pairs in
 // four tiles of eight columns. The column of a token, and the token of a column.
 DEVICE int exchanged(int x) { return (x & 33) | ((x & 6) << 2) | ((x >> 2) & 6); }
+DEVICE int own_token() { return 8 * (threadIdx.x & 3); }  // the first of the eight
 
 // Where 16 bytes of a row are in a tile that is read with tokens in that order: eight such lie in different banks.
 DEVICE int turned_at(int row, int chunk) { return row * 128 + ((chunk ^ (((row >> 2) & 6) | (row & 1))) << 4); }

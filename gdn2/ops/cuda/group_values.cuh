@@ -93,30 +93,42 @@ DEVICE void store_scores(float* out, float sign, const Product& x) {
 // The token of a thread's first or second row of score gradients.
 DEVICE int score_token(int r) { return exchanged(16 * own_warp() + threadIdx.x % 32 / 4 + 8 * r); }
 
-// Gradients of one kind of scores as two bf16, the lower only inside the halves; those of the second kind have theirs
-// where the first kind leaves room. Inside their half rows have keys until the given one only.
-DEVICE void place_scores(char* memory, int kind, const Product& x, const int (&until)[2], float* out) {
-    const int lane = threadIdx.x % 32, half = own_warp() / 2;
-    const float sign = kind == 0 ? 1.0f : -1.0f;
-    if (out != nullptr) store_scores(out, sign, x);
+// A thread's gradients of one kind of scores with the keys of one half, as bf16. Inside their own half rows have keys
+// until the given one only, and what rounding leaves is kept too: that of the second kind where the first leaves room.
+template <int KEYS, bool INSIDE>
+DEVICE void place_quarter(char* memory, int kind, float sign, const Product& x, const int (&until)[2]) {
+    const int own = block_at(16 * own_warp() + threadIdx.x % 32 / 4, 4 * KEYS) + 4 * (threadIdx.x & 3);
     char *high = memory + AT_HIGH + kind * BLOCK, *low = memory + AT_LOW;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = 16 * own_warp() + lane / 4 + 8 * r, token = exchanged(row);
+    for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int key = exchanged(8 * n + 2 * (lane & 3));
-            const bool inside = half == n / 4;
-            float a = sign * x.v[n][2 * r], b = sign * x.v[n][2 * r + 1];
-            if (kind == 0 && key == (token & ~1)) {
-                reinterpret_cast<float*>(memory + AT_DIAGONAL)[token] = token & 1 ? b : a;
+        for (int n = 0; n < 4; n++) {
+            const int key = HALF * KEYS + own_token() + 2 * n, token = score_token(r), at = own ^ (16 * n);
+            float a = sign * x.v[4 * KEYS + n][2 * r], b = sign * x.v[4 * KEYS + n][2 * r + 1];
+            if (INSIDE) {
+                if (kind == 0 && key == (token & ~1)) {
+                    reinterpret_cast<float*>(memory + AT_DIAGONAL)[token] = token & 1 ? b : a;
+                }
+                a = key < until[r] ? a : 0.0f;
+                b = key + 1 < until[r] ? b : 0.0f;
             }
-            a = !inside || key < until[r] ? a : 0.0f;
-            b = !inside || key + 1 < until[r] ? b : 0.0f;
-            const u32 pair = pack(a, b), rest = pack(a - first(pair), b - second(pair));
-            *reinterpret_cast<u32*>(high + block_at(row, n) + 4 * (lane & 3)) = pair;
-            if (inside) *reinterpret_cast<u32*>(low + block_at(row, n ^ (4 * kind)) + 4 * (lane & 3)) = rest;
+            const u32 pair = pack(a, b);
+            *reinterpret_cast<u32*>(high + at + 1024 * r) = pair;
+            if (INSIDE) {
+                *reinterpret_cast<u32*>(low + (at ^ (64 * kind)) + 1024 * r) = pack(a - first(pair), b - second(pair));
+            }
         }
+}
+
+// All of them; readers of the first half meet no keys of the second.
+DEVICE void place_scores(char* memory, int kind, const Product& x, const int (&until)[2], float* out) {
+    const float sign = kind == 0 ? 1.0f : -1.0f;
+    if (out != nullptr) store_scores(out, sign, x);
+    if (own_warp() < 2) {
+        place_quarter<0, true>(memory, kind, sign, x, until);
+    } else {
+        place_quarter<0, false>(memory, kind, sign, x, until);
+        place_quarter<1, true>(memory, kind, sign, x, until);
     }
 }
 
