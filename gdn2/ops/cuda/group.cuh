@@ -141,7 +141,7 @@ DEVICE float forgotten(float x) {
     asm volatile("" : "+f"(x));
     return x;
 }
-DEVICE int forgotten(int x) {
+DEVICE u32 forgotten(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }

@@ -156,8 +156,12 @@ DEVICE void take_logs_back(Each& L, char* memory) {
 struct Between {
     Pairs keys;
     Each from_second;
-    float last[2][2], whole[2][2], d_first[2], d_second[2], d_state[2];
+    float last[2][2], whole[2][2], d_second[2], d_state[2];
 };
+
+// What a kind of readers of the second half gives to the decay of the first, by a thread's own tokens. It waits in the
+// place of what has been taken back: left in registers, compilers would sum it up at the very end and keep all terms.
+DEVICE Float4& read_before(char* memory, int kind) { return aside<Float4>(memory, 4 * kind + 2); }
 
 DEVICE void meet_halves(Between& to, char* memory, const Each& L) {
     const Pairs K = load_pairs(memory + AT_K, 0), tails = take_back(memory, TAILS, 0);
@@ -172,7 +176,6 @@ DEVICE void meet_halves(Between& to, char* memory, const Each& L) {
             to.keys.v[n][r] = pack(a * LOWER, b * LOWER);
         }
         to.d_second[r] = over_tokens_of_half(sum);
-        to.d_first[r] = 0.0f;
     }
     to.from_second = {};
 }
@@ -188,6 +191,7 @@ template <int HALF_AT, class Reader> DEVICE void reader_gradient(
     {
         const Pairs outside = take_back(memory, kind, HALF_AT);
         Each rows;
+        Float4 sums = {};
 #pragma unroll
         for (int n = 0; n < 4; n++)
 #pragma unroll
@@ -195,10 +199,11 @@ template <int HALF_AT, class Reader> DEVICE void reader_gradient(
                 rows.v[n][e] = X(n, e) * lifted.v[n][e];
                 dX.v[n][e] = one_of(outside.v[n][e >> 1], e & 1) * LOWER;
                 if (HALF_AT == 1) {
-                    between.d_first[e >> 1] += dX.v[n][e] * rows.v[n][e];
+                    sums.v[e >> 1] += dX.v[n][e] * rows.v[n][e];
                     dX.v[n][e] *= between.whole[0][e >> 1];
                 }
             }
+        if (HALF_AT == 1) read_before(memory, kind) = sums;
         split(rows, row, row_rest);
     }
     if (HALF_AT == 1) {
@@ -322,7 +327,10 @@ template <int HALF_AT> DEVICE void half_gradients(
     const int room = chunk.length - mine;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        if (HALF_AT == 0) total[r] += between.whole[0][r] * between.d_first[r];
+        if (HALF_AT == 0) {
+            const float read = read_before(memory, QUERIES).v[r] + read_before(memory, ERASE_ROWS).v[r];
+            total[r] += between.whole[0][r] * read;
+        }
         total[r] = over_tokens_of_half(total[r]) + between.whole[0][r] * between.whole[1][r] * between.d_state[r];
         if (HALF_AT == 1) total[r] += between.whole[1][r] * between.d_second[r];
         float sum = 0.0f, all;

@@ -47,7 +47,7 @@ DEVICE int own_token() { return 8 * (threadIdx.x & 3); }  // the first of the ei
 DEVICE int turned_at(int row, int chunk) { return row * 128 + ((chunk ^ (((row >> 2) & 6) | (row & 1))) << 4); }
 
 // Known anew each time: what is made of it for every chunk would take more registers than there are.
-DEVICE int own_thread() { return forgotten(static_cast<int>(threadIdx.x)); }
+DEVICE u32 own_thread() { return forgotten(static_cast<u32>(threadIdx.x)); }
 DEVICE int own_group() { return threadIdx.x / 128; }
 DEVICE int own_warp() { return threadIdx.x / 32 % 4; }
 
@@ -68,7 +68,7 @@ DEVICE Part part(const char* memory, int turn, int index) {
 // are constants, so that an address is made for the first alone.
 struct ValueRows {  // each warp has 16 rows of its group's 64 value channels, in four series
     int at, row, channel;
-    DEVICE explicit ValueRows(int thread) : row(thread / 32 % 4 * 16 + thread % 32 / 8), channel(thread / 128 * 64) {
+    DEVICE explicit ValueRows(u32 thread) : row(thread / 32 % 4 * 16 + thread % 32 / 8), channel(thread / 128 * 64) {
         at = thread / 128 * BLOCK + block_at(row, thread % 8), channel += thread % 8 * 8;
     }
     static DEVICE constexpr int later(int i) { return 4 * i; }
@@ -77,7 +77,7 @@ struct ValueRows {  // each warp has 16 rows of its group's 64 value channels, i
 
 struct KeyRows {  // each warp has its 16 key channels of all rows; eight lanes read or write different banks
     int at, row, channel;
-    DEVICE explicit KeyRows(int thread) : row((thread & 6) * 4 + thread % 32 / 8), channel(thread / 128 * 64) {
+    DEVICE explicit KeyRows(u32 thread) : row((thread & 6) * 4 + thread % 32 / 8), channel(thread / 128 * 64) {
         const int eight = thread / 32 % 4 * 2 + (thread & 1);
         at = thread / 128 * BLOCK + turned_at(row, eight), channel += 8 * eight;
     }
@@ -116,7 +116,7 @@ DEVICE void fetch_values(char* memory, const Part& chunk, const Inputs& x) {
 }
 
 DEVICE void fetch_inverse(char* memory, const Part& chunk, const Inputs& x) {
-    const int thread = own_thread();
+    const u32 thread = own_thread();
     const char* from = static_cast<const char*>(x.A) + chunk.index * BLOCK + 16 * thread;
     char* to = memory + AT_A + block_at(thread / 8, thread % 8);
 #pragma unroll
@@ -132,7 +132,8 @@ DEVICE void fetch_keys(char* memory, const Part& chunk, const Inputs& x) {
 
 // Gradients of outputs and residuals with tokens in the order of columns; gradients of residuals as they are.
 DEVICE void fetch_tokens(char* memory, const Part& chunk, const Inputs& x) {
-    const int thread = own_thread(), column = thread / 16, eight = thread % 16, token = exchanged(column);
+    const u32 thread = own_thread(), column = thread / 16, eight = thread % 16;
+    const int token = exchanged(column);
     const int to = eight / 8 * BLOCK + block_at(column, eight % 8), from = stored_at<C>(token, 8 * eight);
     const char* d_out = chunk.at<char>(x.d_out, token, 8 * eight);
     const char* R = static_cast<const char*>(x.R) + chunk.index * TILE;

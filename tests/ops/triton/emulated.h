@@ -217,7 +217,7 @@ static std::map<char*, Signal> signals;
 inline void await_group() { wait(numbered[current / 128 + 1], 128); }
 inline void end_copies() {}
 inline float forgotten(float x) { return x; }
-inline int forgotten(int x) { return x; }
+inline u32 forgotten(u32 x) { return x; }
 template <int LAST> void wait_for_series() {}
 inline void make_signal(char* signal, int threads) { signals[signal] = {0, threads, 0}; }
 inline void announce_own(char* signal) {
