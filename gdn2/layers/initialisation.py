@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gdn2.layers.config import DeltaConfig, Mamba2Config, MixerConfig
 
+FP32 = torch.float32  # whatever the default is
 XAVIER_GAIN = 2**-2.5
 STEP_SIZES = (1e-3, 1e-1)  # of Δ at the start, spread evenly in the logarithm
 LARGEST_RATE, SMALLEST_RATE = 16.0, 1e-4
@@ -35,20 +36,20 @@ def initial_value(
     owner, kind = ("", *name.split("."))[-2:]
 
     def uniform(low: float, high: float) -> Tensor:
-        return torch.empty(shape).uniform_(low, high, generator=random)
+        return torch.empty(shape, dtype=FP32).uniform_(low, high, generator=random)
 
     with torch.device("cpu"):  # whatever the default is where a model is made
         match owner, kind:
             case "embedding", _:
-                value = torch.empty(shape).normal_(0, embedding_std, generator=random)
+                value = torch.empty(shape, dtype=FP32).normal_(0, embedding_std, generator=random)
             case _, "weight" if owner.endswith("norm"):
-                value = torch.ones(shape)
+                value = torch.ones(shape, dtype=FP32)
             case _, "weight" | "bias" if owner.endswith("conv"):
                 assert isinstance(mixer, DeltaConfig | Mamba2Config)
                 bound = mixer.conv_width**-0.5
                 value = uniform(-bound, bound)
             case _, "bias":
-                value = torch.zeros(shape)
+                value = torch.zeros(shape, dtype=FP32)
             case (
                 _,
                 "decay_log_rate",
@@ -58,9 +59,9 @@ def initial_value(
             case _, "decay_bias" | "step_bias":
                 value = _inverse_softplus(uniform(*map(math.log, STEP_SIZES)).exp())
             case _, "skip" | "key_bias" | "query_bias" | "mimo_gate":
-                value = torch.ones(shape)
+                value = torch.ones(shape, dtype=FP32)
             case _, "mimo_value" | "mimo_out":
-                value = torch.full(shape, 1 / shape[1])
+                value = torch.full(shape, 1 / shape[1], dtype=FP32)
             case _, _:
                 value = uniform(-1, 1) * _linear_bound(owner, shape, mixer, depth)
     return value

@@ -121,7 +121,7 @@ class Layout:
         self, width: int, base: float, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' positions, made once for all layers that ask alike."""
-        key = ("rotary", width, base, dtype)
+        key = ("rotary", width, base, dtype, device, _inferring())
         if key not in self._shared:
             self._shared[key] = rotary_table(self._positions(device), width, base, dtype)
         return self._shared[key]
@@ -131,7 +131,7 @@ class Layout:
         packed = self.cu_seqlens is not None
         if device.type != "cuda" or not flex_spares_a_mask(self.length, window, packed):
             return None
-        key = ("block_mask", window)
+        key = ("block_mask", window, device, _inferring())
         if key not in self._shared:
             length = self.length if self.cu_seqlens is None else self._packed_length
             self._shared[key] = causal_block_mask(length, window, self.cu_seqlens, device=device)
@@ -150,6 +150,11 @@ class Layout:
     @property
     def _packed_length(self) -> int:
         return self.batch * self.length if self.tokens is None else self.tokens.shape[0]
+
+
+def _inferring() -> bool:
+    """Whether tensors made now cannot be kept for a backward; compilers do not ask."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def _check_table(name: str, x: Tensor, fits: bool, kind: str) -> None:

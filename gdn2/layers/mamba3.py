@@ -83,10 +83,10 @@ class Mamba3Mixer(nn.Module):
         if state is None:
             return y, None
         value, turned = layout.last(v, state.value), layout.last(theta, state.angle)
-        after = Mamba3State(carried.S, carried.k, value, turned)
+        pairs = zip(state, (carried.S, carried.k, value, turned), strict=True)
         if inplace and layout.is_step:
-            after = Mamba3State(*(old.copy_(new) for old, new in zip(state, after, strict=True)))
-        return y, after
+            return y, Mamba3State(*(old.copy_(new) for old, new in pairs))
+        return y, Mamba3State(*(new.to(old.dtype) for old, new in pairs))  # whatever autocast made
 
     def new_state(self, rows: int, capacity: int = 0) -> Mamba3State:
         """An empty state; its size does not depend on the tokens it will see."""

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gdn2.ops.arguments import require
+
 Shape = tuple[int, ...]
 
 
@@ -74,6 +76,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     The old folder steps aside first, for there is no exchange of two names. Killed just then, it is still where
     `standing` finds it.
     """
+    path = path.resolve()  # a link stays one
+    own = "another folder: this one is the process's own and would be removed"
+    require(path != Path.cwd(), "path", path, own)
     new, old = _beside(path, "new"), _beside(path, "old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -95,7 +100,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def standing(path: Path) -> Path:
     """The folder called `path`, or the one that was being replaced when its writer was killed."""
-    path = path.absolute()
+    path = path.resolve()
     old = _beside(path, "old")
     return old if old.exists() and not path.exists() else path
 

@@ -47,7 +47,7 @@ def save_model(
         stop_ids: tokens that end a text; an older model's are kept.
         shard_bytes: larger models are cut into files of at most this size.
     """
-    path = Path(path).absolute()
+    path = Path(path)
     require(shard_bytes >= 1, "shard_bytes", shard_bytes, "at least 1")
     older = standing(path)
     _check_replaceable(older)

@@ -113,6 +113,11 @@ def stream(
     """Prefill the prompts at once, and return an iterator of an event for each row and step."""
     _check_options(model, options, PromptOptions.__optional_keys__)  # before a long prefill
     rows = read_prompts(prompts, model.config.vocab_size)
+    sampling = options.get("sampling", Sampling())
+    fits = state is None or not sampling.penalises
+    penalty = f"{sampling.repetition_penalty} beside a state"
+    expected = "1: which tokens a state has seen is not known, `go_on` takes them as its history"
+    require(fits, "repetition_penalty", penalty, expected)
     if prefixes is None:
         ready = prefill(model, rows, state, chunk=chunk)
     else:

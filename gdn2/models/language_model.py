@@ -1,6 +1,7 @@
 """The language model: embedding, blocks, head."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -104,15 +105,17 @@ class LanguageModel(nn.Module):
             layout: of packed sequences, or of a padded batch; logits of padding are zero, its targets do not count.
             targets: [batch, length] the token that should follow each, −100 where none counts. The logits are then
                 never held whole.
-            inplace: let a call of one token overwrite the given state, in whose caches `reserve` has made room.
+            inplace: let a call of one token overwrite the given state, in whose caches `reserve` has made room. There
+                are no gradients then.
         """
         if targets is not None:
             require(targets.shape == ids.shape, "targets", ("shape", targets), ("ids'", ids))
-        hidden, state, layout = self._encode(ids, state, layout, inplace)
-        if targets is None:
-            return Output(layout.unpack(linear(hidden, self.head_weight)), None, state)
-        loss = linear_cross_entropy(hidden, self.head_weight, layout.pack(targets))
-        return Output(None, loss, state)
+        with torch.no_grad() if inplace else nullcontext():
+            hidden, state, layout = self._encode(ids, state, layout, inplace)
+            if targets is None:
+                return Output(layout.unpack(linear(hidden, self.head_weight)), None, state)
+            loss = linear_cross_entropy(hidden, self.head_weight, layout.pack(targets))
+            return Output(None, loss, state)
 
     def next_token_logits(
         self,
@@ -123,9 +126,10 @@ class LanguageModel(nn.Module):
         inplace: bool = False,
     ) -> tuple[Tensor, ModelState | None]:
         """Logits [sequences, vocabulary] after the last token of each, NaN where it has none; and the state."""
-        hidden, state, layout = self._encode(ids, state, layout, inplace)
-        nothing = hidden.new_full((layout.rows, hidden.shape[-1]), torch.nan)
-        return linear(layout.last(hidden, nothing), self.head_weight), state
+        with torch.no_grad() if inplace else nullcontext():
+            hidden, state, layout = self._encode(ids, state, layout, inplace)
+            nothing = hidden.new_full((layout.rows, hidden.shape[-1]), torch.nan)
+            return linear(layout.last(hidden, nothing), self.head_weight), state
 
     def new_state(self, rows: int, capacity: int = 0) -> ModelState:
         """The state of `rows` sequences before their first tokens; caches get room for `capacity` tokens at once."""

@@ -67,7 +67,8 @@ class ModelState:
         """Copies of these rows, in this order."""
         wanted = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         for row in wanted:
-            require(0 <= row < self.rows, "rows", row, f"0 to {self.rows - 1}")
+            fits = type(row) is not bool and 0 <= row < self.rows
+            require(fits, "rows", row, f"numbers from 0 to {self.rows - 1}")
         index = torch.tensor(wanted, dtype=torch.int64, device=self.seen.device)
         return self.map(lambda x: x.index_select(0, index))
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of the first bytes of a character
-MOST_BYTES = 4  # of a character
 
 
 class TextStream:
@@ -23,11 +22,13 @@ class TextStream:
         self._recent.append(token)
         before = self._decode(self._recent[: self._settled])
         text = self._decode(self._recent)
-        waiting = len(self._recent) - self._settled
-        if text.endswith(UNFINISHED) and waiting < MOST_BYTES:
+        if text.endswith(
+            UNFINISHED
+        ):  # perhaps bytes that are none of a character: nobody knows before one is whole
             return ""
         # One token more than needed is kept: some tokenizers drop the space before the first one of a text.
-        self._recent, self._settled = self._recent[self._settled :], waiting
+        self._recent = self._recent[self._settled :]
+        self._settled = len(self._recent)
         return self._checked(text[len(before) :])
 
     def finish(self) -> str:

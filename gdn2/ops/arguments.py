@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 CHUNK_SIZES = (16, 32, 64, 128)
 SOLVE_PRECISIONS = ("ieee", "tf32")
@@ -85,8 +86,16 @@ def check_state(name: str, state: Tensor, sequences: int, q: Tensor, v: Tensor) 
 
 def check_decay(g: Tensor) -> None:
     """Check that no log-decay is positive; reads the values, so it waits for a GPU."""
-    if g.numel() and (largest := float(g.detach().max())) > 0:
+    if g.numel() and not g.is_meta and (largest := float(g.detach().max())) > 0:
         require(False, "g", f"largest entry {largest:g}", "log-decays of at most 0")
+
+
+def check_no_tangents(name: str, instead: str, *operands: Tensor | None) -> None:
+    """Refuse forward-mode differentiation, whose tangents operators of our own would drop without a word."""
+    if not torch.compiler.is_compiling():
+        carried = any(x is not None and unpack_dual(x).tangent is not None for x in operands)
+        expected = f"none: {instead} has the forward-mode derivative"
+        require(not carried, name, "operands with tangents", expected)
 
 
 Said = object | tuple[str, Tensor]  # words, or words and the tensor whose shape ends them

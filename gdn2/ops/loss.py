@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gdn2.ops.arguments import check_no_tangents
 from gdn2.ops.loss_op import losses_and_gradients, losses_of, scaled, sum_dtype
 from gdn2.ops.packing import FLOATS
 
@@ -39,6 +39,7 @@ def linear_cross_entropy(
     a GPU the device's own assertion, seen at the next synchronisation.
     """
     _check(hidden, weight, targets, reduction, chunk_tokens)
+    check_no_tangents("linear_cross_entropy", "torch's cross_entropy", hidden, weight)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -81,8 +82,12 @@ class _Reduced(torch.autograd.Function):
         return losses.sum() * factor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # what the forward made has no history to differentiate
+            raise RuntimeError(
+                "linear_cross_entropy was asked for a gradient with create_graph=True, "
+                "expected none: it can be differentiated once"
+            )
         factor, *sums = ctx.saved_tensors
         by = factor * d_loss
         found = [

@@ -66,7 +66,8 @@ class Gradients(NamedTuple):
     state: Tensor
 
 
-# Elements of one operand tile in a segment on a CPU: 16 chunks of 64 tokens, 4 heads, width 64 (docs/performance-steps.md).
+# Elements of one operand tile in a segment on a CPU: 16 chunks of 64 tokens, 4 heads, width 64
+# (docs/performance-steps.md).
 SEGMENT_ELEMENTS = 16 * 64 * 4 * 64
 
 
@@ -112,7 +113,7 @@ def forward(
         keep_freed_memory()
     table = batch.table(x.k.device)
     saved = kept(x, batch, keep)
-    o = torch.empty_like(x.v)
+    o = x.v.new_empty(x.v.shape)  # without gaps, as compilers are told; so are all results
     S = folded_state(state, table, x.heads)
     for i, j in segments(table, x.heads * table.size * x.k.shape[2], x.k.device):
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
@@ -135,9 +136,9 @@ def backward(
     """Gradients of all operands and of the initial state, from those of output and final state."""
     table = batch.table(x.k.device)
     operands = (x.q, x.k, x.v, x.g, x.b, x.w)
-    empty = [x.q.new_empty(0) if t is None else torch.empty_like(t) for t in operands]
+    empty = [x.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in operands]
     dS = folded_state(d_final, table, x.heads)
-    grads = Gradients(*[*empty, torch.empty_like(state)])
+    grads = Gradients(*[*empty, state.new_empty(state.shape)])
     for i, j in reversed(segments(table, x.heads * table.size * x.k.shape[2], x.k.device)):
         chunks, rows = table.segment(i, j), slice(table.offsets[i], table.offsets[j])
         S, R, A_qk, *A = (t[rows].flatten(0, 1) for t in saved)
@@ -194,4 +195,4 @@ def folded_state(state: Tensor, table: ChunkTable, heads: int) -> Tensor:
 def restored_state(S: Tensor, table: ChunkTable, value_heads: int) -> Tensor:
     """Undo `folded_state`."""
     state = unfold(S.flatten(0, 1), S.shape[1], value_heads)
-    return torch.empty_like(state).index_copy_(0, table.order, state)
+    return state.new_empty(state.shape).index_copy_(0, table.order, state)

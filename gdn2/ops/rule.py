@@ -12,6 +12,7 @@ from gdn2.ops.arguments import (
     CHUNK_SIZES,
     SOLVE_PRECISIONS,
     check_decay,
+    check_no_tangents,
     check_operands,
     check_state,
     exact_products,
@@ -86,6 +87,9 @@ def gated_delta_rule(
                 o, final = packed_token_loop(q, k, v, g, b, w, scale, S, lengths)
         return o, final if output_final_state else None
 
+    check_no_tangents(
+        f"backend {backend!r}", "backend='reference'", q, k, v, g, b, w, initial_state
+    )
     operands = [x for x in (q, k, v, g, b, w, initial_state) if x is not None]
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     keep = "nothing" if not differentiable else "states" if recompute else "factors"
@@ -109,8 +113,8 @@ def gated_delta_step(
     """Decode one token or a few [B, T, …] from `state`; returns output and new state.
 
     Operands as in `gated_delta_rule`. With `inplace` the given state is overwritten and returned, which gradients
-    do not survive. On a GPU it is one kernel, which looks at no values; where gradients are needed, and elsewhere, it
-    is the token loop.
+    do not survive. On a GPU it is one kernel, and nobody looks for positive log-decays; where gradients are needed, and
+    elsewhere, it is the token loop.
     """
     check_operands(q, k, v, g, b, w)
     check_state("state", state, q.shape[0], q, v)
@@ -123,6 +127,8 @@ def gated_delta_step(
     differentiable = recorded and any(x.requires_grad for x in operands)
     with exact_products(q.device), torch.set_grad_enabled(recorded):
         if differentiable or why_not("triton", q.device, q.dtype, ("step",)) is not None:
+            if q.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a GPU
+                check_decay(g)
             return token_loop(q, k, v, g, b, w, scale, state, inplace)
         if inplace:
             return step_inplace(q, k, v, g, b, w, scale, state), state

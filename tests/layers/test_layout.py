@@ -106,3 +106,14 @@ def test_bad_descriptions_are_named(call: Callable[[], object], message: str) ->
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_shared_fits_its_device_and_mode() -> None:
+    """Tensors made for inference cannot be kept for a backward."""
+    layout = Layout.dense(1, 3)
+    with torch.inference_mode():
+        inferred = layout.rotary(4, 10.0, torch.float32, torch.device("cpu"))
+    trained = layout.rotary(4, 10.0, torch.float32, torch.device("cpu"))
+    assert inferred[0].is_inference() and not trained[0].is_inference()
+    assert torch.equal(inferred[0].clone(), trained[0])
+    assert layout.rotary(4, 10.0, torch.float32, torch.device("meta"))[0].is_meta

@@ -324,3 +324,24 @@ def test_a_model_is_opened_by_folder_or_preset(tmp_path: Path) -> None:
         ValueError, match=r"^model: got 'gdn2-2m', expected a folder with a model, or"
     ):
         open_model("gdn2-2m")
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    first, second = make(SMALL), LanguageModel(SMALL, seed=1)
+    gdn2.save(first, tmp_path / "run")
+    (tmp_path / "latest").symlink_to("run")
+    for model in (second, first, second):
+        gdn2.save(model, tmp_path / "latest")
+        assert (tmp_path / "latest").is_symlink()
+        assert same(gdn2.load(tmp_path / "run"), model)
+        assert same(gdn2.load(tmp_path / "latest"), model)
+    assert names(tmp_path) == ["latest", "run"]
+
+
+def test_the_folder_of_the_process_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"path: got {re.escape(str(tmp_path))}, expected another"):
+        gdn2.save(LanguageModel(SMALL), ".")
+    assert Path.cwd() == tmp_path and names(tmp_path) == []

@@ -1,5 +1,6 @@
 """However rows are batched, cut, forked or streamed, each gets the tokens it would get alone from whole forwards."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -359,3 +360,31 @@ def test_mistakes_are_named(
     with pytest.raises(ValueError, match=message) as caught:
         call(model)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_bytes_stream_as_they_decode(seed: int) -> None:
+    """Bytes that are no text, characters around them, and the character that stands for such bytes."""
+    rand = random.Random(seed)
+    pieces = [b"\xff", b"\xf0\x9f", "🙂".encode(), "\ufffd".encode(), b"a", "é".encode(), b"\x80"]
+    ids = [*b"".join(rand.choices(pieces, k=12))]
+    out = TextStream(utf8)
+    assert "".join(map(out.push, ids)) + out.finish() == utf8(ids)
+    stopped = TextStream(utf8, ["🙂"])
+    found = ""
+    for token in ids:
+        found += stopped.push(token)
+        if stopped.stopped:
+            break
+    found += stopped.finish()
+    assert stopped.stopped == ("🙂" in utf8(ids))
+    assert found == utf8(ids).partition("🙂")[0]
+
+
+def test_a_penalty_needs_to_know_what_a_state_has_seen() -> None:
+    model = make(config(DELTA))
+    ready = prefill(model, tokens(1, 5))
+    with pytest.raises(
+        ValueError, match=r"repetition_penalty: got 2\.0 beside a state, expected 1"
+    ):
+        generate(model, [[1]], state=ready.state, sampling=Sampling(repetition_penalty=2.0))

@@ -139,3 +139,16 @@ def test_the_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         values = [initial_value(name, shape, seed=1) for name in names]
     assert all(torch.equal(x, y) for x, y in zip(values, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    right = dict(LanguageModel(EVERYTHING).named_parameters())
+    torch.set_default_dtype(dtype)
+    try:
+        found = LanguageModel(EVERYTHING)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, parameter in found.named_parameters():
+        assert parameter.dtype == dtype, name
+        assert torch.equal(parameter, right[name].to(dtype)), name

@@ -406,3 +406,35 @@ def test_models_of_one_seed_are_the_same() -> None:
     ):
         assert torch.equal(a, b)
         assert torch.equal(a, c) == bool((a == a.flatten()[0]).all())  # constants have no seed
+
+
+def test_steps_in_place_have_no_gradients() -> None:
+    """Nor do they keep what earlier steps have made."""
+    model, ids = make(), tokens(2, 4)
+    state = model.reserve(model.new_state(2), 4)
+    before = model(ids, model.new_state(2)).logits
+    for i in range(4):
+        logits, _, state = model(ids[:, i : i + 1], state, inplace=True)
+        assert not logits.requires_grad
+        assert not any(x.requires_grad for x in state.tensors())
+        assert_close("logits", logits[:, 0], before[:, i].detach(), EXACT)
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "window", "mamba3", "mamba3, rank 3", "mamba2", "gdn2"]
+)
+def test_states_pass_where_autocast_comes_and_goes(name: str) -> None:
+    model, ids = LanguageModel(config(MIXERS[name])), tokens(2, 6)
+    with torch.no_grad():
+        fresh = model.new_state(2, 6)
+        right = model(ids).logits
+        for first in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=first):
+                state = model(ids[:, :4], fresh).state
+            with torch.autocast("cpu", torch.bfloat16, enabled=not first):
+                logits, _, state = model(ids[:, 4:5], state)
+                assert relative_error(logits[:, 0], right[:, 4]) < 0.05
+                after = model(ids[:, 5:], state, inplace=True)
+            assert relative_error(after.logits[:, 0], right[:, 5]) < 0.05
+            kinds = [x.dtype for x in after.state.tensors()]
+            assert kinds == [x.dtype for x in fresh.tensors()]

@@ -218,7 +218,11 @@ def other(rows: int = 2) -> ModelState:
             lambda m: m.new_state(2).rollback(m.new_state(3)),
             r"^snapshot: got shape \(3, 6, 5, 4\), expected a clone's \(2, 6, 5, 4\)$",
         ),
-        (lambda m: m.new_state(2).select([0, 2]), r"^rows: got 2, expected 0 to 1$"),
+        (lambda m: m.new_state(2).select([0, 2]), r"^rows: got 2, expected numbers from 0 to 1$"),
+        (
+            lambda m: m.new_state(2).select(torch.tensor([True, False])),
+            r"^rows: got True, expected numbers from 0 to 1$",
+        ),
         (lambda m: m.new_state(2).fork(0), r"^copies: got 0, expected at least 1$"),
         (lambda m: ModelState.join([]), r"^states: got none, expected at least one$"),
         (lambda m: ModelState.join([m.new_state(1), other()]), r"^state: got one of model"),

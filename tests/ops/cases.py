@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 def log_decay(kind: float | str, shape: Sequence[int], rand: torch.Generator) -> Tensor:
-    """Log-decays: one value for all, mild or uneven ones, spikes among small ones, or every size at once.
+    """Log-decays: one value for all, mild or uneven ones, spikes or ends among small ones, or every size at once.
 
     Of 32 uneven tokens the last few decay beyond the bound at which rows inside a block are met in another way.
     """
@@ -75,6 +75,8 @@ def log_decay(kind: float | str, shape: Sequence[int], rand: torch.Generator) ->
         return -4.5 * noise
     if kind == "spiky":
         return torch.where(noise < 0.1, -1000.0, -1e-3 * noise)
+    if kind == "ends":
+        return torch.where(noise < 0.1, -math.inf, -noise)
     if kind == "mixed":
         sizes = torch.tensor([0, -1e-6, -1e-2, -1, -20, -200, -1000], dtype=torch.float64)
         return sizes[(noise * len(sizes)).long()]

@@ -29,6 +29,7 @@ CASES = {
     "no gates": (Case(T=20, widths=("one", "none", "none"), initial_state=False), "states"),
     "no erase": (Case(T=20, widths=("full", "none", "one")), "factors"),
     "no write": (Case(T=20, widths=("one", "one", "none"), initial_state=False), "states"),
+    "shared keys": (Case(T=20, heads=(1, 4, 1, 1)), "states"),
     "packed": (Case(lengths=(5, 21, 17), dtype=torch.float32), "states"),
 }
 
@@ -206,3 +207,17 @@ def test_shared_keys_are_counted_once() -> None:
     case = Case(T=64, d_k=16, d_v=8, B=1, heads=(1, 2, 1, 1), chunk_size=16)
     wide = Case(T=64, d_k=16, d_v=16, B=1, heads=(1, 1, 1, 1), chunk_size=16)
     assert counted(case, recompute=True) == counted(wide, recompute=True)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_operands_by_heads_pass_opcheck(batch: int) -> None:
+    """Results have no gaps and no order of their own, whatever the operands'."""
+    x = {n: by_heads(t) for n, t in operands(Case(T=20, B=batch)).items()}
+    given = [x[n].detach().requires_grad_() for n in OPERANDS]
+    arguments = *given, None, 0.5, 16, "ieee", "states", "torch"
+    torch.library.opcheck(torch.ops.gdn2.chunk_forward.default, arguments)
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """The same, stored with its second and third axes exchanged."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

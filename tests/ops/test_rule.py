@@ -295,3 +295,23 @@ def test_a_packed_state_has_one_row_per_sequence() -> None:
     x = {n: y[:1] for n, y in good().items()}
     with pytest.raises(ValueError, match=r"^initial_state: .* expected \(2, 4, 8, 5\)"):
         rule({**x, "initial_state": zeros(1, 4, 8, 5)}, cu_seqlens=torch.tensor([0, 4, 6]))
+
+
+def test_tangents_are_refused_but_by_the_loop() -> None:
+    x = operands(Case(T=5))
+
+    def output(q: Tensor, backend: str) -> Tensor:
+        return rule(x | {"q": q}, backend=backend)[0]
+
+    with pytest.raises(ValueError, match="backend 'torch': got operands with tangents"):
+        torch.func.jvp(lambda q: output(q, "torch"), (x["q"],), (x["q"],))
+    o, tangent = torch.func.jvp(lambda q: output(q, "reference"), (x["q"],), (x["q"],))
+    assert_close("linear in q", tangent, o, 1e-14)
+    assert_close("o", o, output(x["q"], "torch"), 1e-12)
+
+
+def test_meta_operands_by_the_loop() -> None:
+    x = {n: t.to("meta") for n, t in operands(Case(T=5)).items()}
+    o, state = rule(x, backend="reference")
+    assert o.is_meta and o.shape == x["v"].shape
+    assert state.shape == x["initial_state"].shape

@@ -163,3 +163,9 @@ def test_an_expanded_state_is_read_but_not_overwritten() -> None:
     ):
         step(tokens(x), one.expand(2, -1, -1, -1), inplace=True)
     assert torch.equal(one, kept)
+
+
+def test_positive_decays_are_refused() -> None:
+    x = operands(Case(T=1))
+    with pytest.raises(ValueError, match=r"g: got largest entry 1, expected log-decays"):
+        step(tokens(x) | {"g": torch.ones_like(x["g"])}, x["initial_state"])

@@ -65,6 +65,7 @@ def deep_scores_kernel(
         for first_col in range(0, DK, BK):
             cols = first_col + tl.arange(0, BK)
             g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
+            g = tl.where(g < -1e30, -1e30, g)  # nothing times minus infinity is not a number
             K = load_rows(k_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC)
             Q = load_rows(q_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC) * scale
             E = K
@@ -143,6 +144,7 @@ def deep_gradient_kernel(
             flipped = square + rows[None, :] * wide + rows[:, None]
             square = square + rows[:, None] * wide + rows[None, :]
             g = load_rows(g_ptr, start, first + rows, length, i_g, HG, G_WIDTH, cols, True).to(ACC)
+            g = tl.where(g < -1e30, -1e30, g)  # nothing times minus infinity is not a number
             K = load_rows(k_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC)
             Q = load_rows(q_ptr, start, first + rows, length, i_k, HK, DK, cols).to(ACC) * scale
             dQ = tl.zeros((R, BK), ACC)

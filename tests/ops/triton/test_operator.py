@@ -47,6 +47,8 @@ CASES = [
         T=65, decay=-20.0, heads=(1, 2, 2, 1), loss="final_state", widths=("one", "full", "one")
     ),
     single(T=33, decay=-200.0, d_k=20),
+    single(T=33, decay="ends", erase_range=2.0, chunk_size=64),
+    single(T=40, decay="ends", widths=("full", "none", "full")),
     single(T=63, decay="spiky", widths=("one", "none", "none"), heads=(1, 2, 2, 1)),
     single(T=31, heads=(2, 6, 3, 1), decay="mixed", initial_state=False),
     single(T=20, heads=(4, 4, 2, 1), widths=("full", "full", "none"), loss="output"),
