@@ -125,14 +125,14 @@ def read_plans(
 ) -> list[Plan]:
     """Check what was asked for and fill in the rest; a suite is several plans."""
     if suite is not None:
-        _listed("suite", suite, SUITES)
+        _one("suite", suite, SUITES)
         if shapes or backends or settings.get("packed") or device not in (None, SUITES[suite][0]):
             raise ValueError(f"suite: got {suite!r}, which sets shape, backend, packed and device")
     where = timing.find_device(SUITES[suite][0] if suite else device)
     usual_shapes, usual_backends, usual_dtype = DEFAULTS[where.type]
     asked = SUITES[suite][1] if suite else [(shapes or usual_shapes, backends or usual_backends)]
-    (dtype,) = _listed("dtype", dtype or usual_dtype, DTYPES)
-    (settings["form"],) = _listed("form", settings.get("form", "gdn2"), FORMS)
+    dtype = _one("dtype", dtype or usual_dtype, DTYPES)
+    settings["form"] = _one("form", settings.get("form", "gdn2"), FORMS)
     plans = [
         Plan(
             shapes=tuple(Shape.parse(text) for text in sizes),
@@ -164,11 +164,14 @@ def check_value_heads(value_heads: int | None, form: str, shape: Shape) -> None:
 
 def _listed(option: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
     """Names between commas, each one of those allowed."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(allowed)}")
-    return names
+    return tuple(_one(option, name, allowed) for name in dict.fromkeys(text.split(",")))
+
+
+def _one(option: str, name: str, allowed: Iterable[str]) -> str:
+    """A name that is allowed."""
+    if name not in allowed:
+        raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(allowed)}")
+    return name
 
 
 def packed_lengths(packed: str, shape: Shape) -> list[int]:

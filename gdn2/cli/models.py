@@ -22,10 +22,10 @@ def show(
 
     if preset is None:
         typer.echo("\n".join(preset_names()))
-        return
+        return write(json_file, {"presets": [*preset_names()]})
     summary = summarise(find(preset))
     render(preset, summary, console())
-    write(json_file, summary.as_json())
+    return write(json_file, summary.as_json())
 
 
 @app.command()

@@ -127,6 +127,9 @@ def holds_out(config: DataConfig) -> bool:
 
 def _mixture(config: MixtureConfig, length: int, seed: int, split: Split) -> Mixture:
     """Validation is of those parts that hold something out."""
+    shards = [part.path for part in config.parts if isinstance(part, TokensConfig)]
+    for path in shards[1:]:
+        _check_tokenizers("parts", shards[0], path)
     pairs = zip(config.parts, config.weights, strict=True)
     used = [(part, weight) for part, weight in pairs if split == "train" or holds_out(part)]
     parts = [open_source(part, length, seed, split) for part, _ in used]
@@ -141,7 +144,7 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
     """Validation is shuffled in any case: its first rows are to stand for all of it."""
     is_training, path, kept = split == "train", config.path, config.validation_fraction
     if config.validation_path is not None:
-        _check_tokenizers(config.path, config.validation_path)
+        _check_tokenizers("validation_path", config.path, config.validation_path)
         path, kept = (path, 0.0) if is_training else (config.validation_path, 1.0)
     folder = TokenFolder(Path(path))
     border = folder.tokens - math.floor(folder.tokens * kept)
@@ -161,11 +164,11 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
     )
 
 
-def _check_tokenizers(path: str, validation_path: str) -> None:
+def _check_tokenizers(name: str, path: str, other: str) -> None:
     """A loss on another tokenizer's tokens would be a number without a meaning."""
-    expected, found = (read_index(Path(p)).get("tokenizer") for p in (path, validation_path))
+    expected, found = (read_index(Path(p)).get("tokenizer") for p in (path, other))
     same = expected is None or found is None or expected == found
-    require(same, "validation_path", validation_path, f"tokens of the tokenizer of {path}")
+    require(same, name, other, f"tokens of the tokenizer of {path}")
 
 
 def _check_documents(documents: str) -> None:

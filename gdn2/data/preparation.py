@@ -12,7 +12,8 @@ from gdn2.data.locking import locked
 from gdn2.data.shard_writer import PARTIAL, write_json
 from gdn2.data.shards import INDEX, Shard, read_index
 from gdn2.data.sources import Place
-from gdn2.data.tokenizers import CONFIG, JSON, SENTENCEPIECE
+from gdn2.data.tokenizer_config import CONFIG
+from gdn2.data.tokenizers import JSON, SENTENCEPIECE
 
 START = Place(0, 0)
 PROGRESS = "progress.json"
@@ -102,7 +103,10 @@ def is_finished(folder: Path, settings: dict[str, Any]) -> bool:
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
     """Make a folder, or take over a preparation's, and keep others from preparing into it meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise ValueError(f"out: got {reason}, expected a folder to write to") from None
     names = {file.name for file in folder.iterdir()} - {PROGRESS + PARTIAL}
     if names and not names & {INDEX, PROGRESS}:
         held = f"{folder} with {min(names)} in it"

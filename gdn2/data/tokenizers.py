@@ -11,9 +11,10 @@ import numpy as np
 import tokenizers
 
 from gdn2.data.extras import need
+from gdn2.data.tokenizer_config import read_beside, save_config, special_token
 
 BYTES = "bytes"
-JSON, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 GPT2_FILES = ("vocab.json", "merges.txt")
 END_OF_TEXT = "<|endoftext|>"  # stands between documents in vocabularies made after GPT-2's
 
@@ -142,7 +143,7 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / JSON).write_text(self._content, encoding="utf-8", newline="")
-        _save_config(folder, self._config)
+        save_config(folder, self._config)
 
     def _read(self) -> tokenizers.Tokenizer:
         inner = tokenizers.Tokenizer.from_str(self._content)
@@ -168,8 +169,7 @@ class JsonTokenizer:
         return [], []
 
     def _special(self, kind: str, added: list[int]) -> int | None:
-        token = json.loads(self._config or b"{}").get(kind)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = special_token(json.loads(self._config or b"{}"), kind)
         named = None if token is None else self.token_id(token)
         return next((i for i in (named, *added, self.token_id(END_OF_TEXT)) if i is not None), None)
 
@@ -180,8 +180,10 @@ class SentencePieceTokenizer:
     def __init__(self, file: Path) -> None:
         library = need("sentencepiece", "data", f"the tokenizer {file}")
         self._content = file.read_bytes()
-        self._config = _beside(file)
+        self._config = read_beside(file)
         try:
+            if not self._content:  # which the library takes for no model at all, and says nothing
+                raise RuntimeError
             self._inner: Any = library.SentencePieceProcessor(model_proto=self._content)
         except RuntimeError:
             raise ValueError(f"{file}: damaged, expected a SentencePiece model") from None
@@ -205,7 +207,7 @@ class SentencePieceTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / SENTENCEPIECE).write_bytes(self._content)
-        _save_config(folder, self._config or json.dumps(self._described(), indent=1).encode())
+        save_config(folder, self._config or json.dumps(self._described(), indent=1).encode())
 
     def _described(self) -> dict[str, Any]:
         """What transformers has to be told to see the same tokens: alone it puts no token before a text."""
@@ -259,7 +261,7 @@ def _load_gpt2(folder: Path) -> JsonTokenizer:
 
 
 def _json_tokenizer(file: Path, content: str, hashed: bytes) -> JsonTokenizer:
-    sha256, config = hashlib.sha256(hashed).hexdigest(), _beside(file)
+    sha256, config = hashlib.sha256(hashed).hexdigest(), read_beside(file)
     try:
         return JsonTokenizer(content, sha256=sha256, config=config)
     except Exception as reason:  # the library raises nothing narrower
@@ -268,26 +270,6 @@ def _json_tokenizer(file: Path, content: str, hashed: bytes) -> JsonTokenizer:
 
 def _broken(file: Path, reason: Exception, expected: str) -> ValueError:
     return ValueError(f"{file}: got {' '.join(str(reason).split())}, expected {expected}")
-
-
-def _beside(file: Path) -> bytes | None:
-    """The tokenizer_config.json beside a tokenizer's file, if it is there."""
-    config = file.with_name(CONFIG)
-    if not config.is_file():
-        return None
-    content = config.read_bytes()
-    try:
-        table = json.loads(content)
-    except ValueError as reason:
-        raise _broken(config, reason, "JSON") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"{config}: got {table!r}, expected a table")
-    return content
-
-
-def _save_config(folder: Path, config: bytes | None) -> None:
-    if config is not None:
-        (folder / CONFIG).write_bytes(config)
 
 
 def _letters() -> list[str]:

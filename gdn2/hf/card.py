@@ -76,7 +76,8 @@ def _model_rows(config: ModelConfig) -> Iterable[tuple[str, Any]]:
 
 
 def _recipe_rows(run: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    yield "seed", str(run["run"]["seed"])
+    seed = run["run"].get("seed") if isinstance(run.get("run"), Mapping) else None
+    yield "seed", "unknown" if seed is None else str(seed)
     for name in RECIPE:
         yield from _leaves(run.get(name), name)
 

@@ -22,6 +22,10 @@ from gdn2.ops.arguments import require
 Tensors = Mapping[str, Tensor]
 
 
+CHECKPOINT = "a checkpoint of tensors and plain values"
+OTHER = "something else, or code, which is not run"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unsaid:
     """What the tensors of a checkpoint do not say.
@@ -38,6 +42,9 @@ class Unsaid:
     rotary_base: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.head_dim >= 1, "head_dim", self.head_dim, "at least 1")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -90,10 +97,11 @@ def _unpickle(file: Path) -> dict[str, Any]:
     try:
         # Older files are no archives, and have to be read at once.
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as reason:
-        line = str(reason).strip().partition("\n")[0]
-        expected = "a checkpoint of tensors and plain values"
-        raise ValueError(f"{file}: got {line!r}, expected {expected}") from None
+    except pickle.UnpicklingError:  # torch's words on it advise to read the file without care
+        raise ValueError(f"{file}: got {OTHER}, expected {CHECKPOINT}") from None
+    except (RuntimeError, EOFError, OSError, ValueError) as reason:
+        line = str(reason).strip().partition("\n")[0] or "a file that ends early"
+        raise ValueError(f"{file}: got {line!r}, expected {CHECKPOINT}") from None
     require(isinstance(found, dict), f"{file}", type(found).__name__, "a dict of tensors")
     return found
 

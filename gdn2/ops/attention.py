@@ -43,8 +43,8 @@ def attention(
 
     `backend` "sdpa" runs anywhere; "flex", FlexAttention compiled, needs CUDA and no incoming cache. "auto" chooses it
     wherever it spares a mask, for packed sequences only where there may be gradients: inference meets ever new shapes,
-    and each may be compiled for. Where the window divides the length, "auto" takes cuDNN or two
-    triangles instead (`window_attention`).
+    and each may be compiled for. Where the window divides the length, "auto" takes cuDNN or two triangles instead
+    (`window_attention`). By "sdpa", packed sequences are sorted by their lengths, which breaks a compiled graph.
 
     `block_mask`, from `causal_block_mask`, is read by "flex" alone; let all layers of one window share it, since making
     it takes longer (1 to 2 ms on an H200) than attending to 4 × 4096 tokens (0.7 ms).

@@ -32,6 +32,7 @@ class RunSection:
     def __post_init__(self) -> None:
         check_types(self)
         require(self.dir != "", "dir", repr(self.dir), "a folder")
+        require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and less than 2^64")
         object.__setattr__(self, "dir", at_home(self.dir))
 
 

@@ -2,17 +2,19 @@
 
 import json
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from gdn2.ops.arguments import require
 
 FILE = "metrics.jsonl"
 TIMINGS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # what two equal runs differ in
 PLACE = ("step", "tokens")  # what every line has
+DRAWN = ("loss", "validation_loss", "tokens_per_second", "gradient_norm")  # numbers where they are
 
 Line = dict[str, Any]
 
@@ -24,7 +26,8 @@ class Metrics:
     """
 
     def __init__(self, folder: Path | None, after: int, *, tensorboard: bool = False) -> None:
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._waiting = b""  # what a full disk did not take
         self._board: Any = None
         if folder is None:
             return
@@ -32,7 +35,7 @@ class Metrics:
         kept = [line for line in read_metrics(folder) if line["step"] <= after]
         part.write_text("".join(map(_written, kept)))
         part.replace(path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
         self._board = _board(folder, after) if tensorboard else None
 
     def __enter__(self) -> "Metrics":
@@ -44,23 +47,35 @@ class Metrics:
         mistake: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with suppress(OSError):  # said before
+            self._put()
         for opened in (self._file, self._board):
             if opened is not None:
                 opened.close()
 
     def write(self, line: Line) -> None:
         """Add the line of the next step."""
-        if self._file is not None:
-            self._file.write(_written(line))
-            self._file.flush()
         if self._board is not None:
             for name, value in _numbers(line):
                 self._board.add_scalar(name, value, line["step"])
+        self._waiting += _written(line).encode()
+        self._put()
 
     def sync(self) -> None:
         """Put all lines on the disk: no checkpoint may be later than its metrics."""
+        self._put()
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    def _put(self) -> None:
+        """Write what waits; what a disk does not take is tried again with the next line."""
+        while self._file is not None and self._waiting:
+            try:
+                taken = self._file.write(self._waiting)
+            except OSError as reason:
+                reason.filename = self._file.name
+                raise
+            self._waiting = self._waiting[taken:]
 
 
 def read_metrics(folder: Path) -> list[Line]:
@@ -79,6 +94,10 @@ def read_metrics(folder: Path) -> list[Line]:
             continue
         fits = isinstance(line, dict) and all(type(line.get(name)) is int for name in PLACE)
         require(fits, where, repr(line), "a table with step and tokens, both integers")
+        for name in DRAWN:
+            value = line.get(name)
+            fits = value is None or type(value) in (int, float)
+            require(fits, f"{where}: {name}", repr(value), "a number")
         lines.append(line)
     return lines
 

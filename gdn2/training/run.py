@@ -9,6 +9,7 @@ import torch
 
 from gdn2.data.config import holds_out, open_source
 from gdn2.data.locking import locked
+from gdn2.models.files import standing
 from gdn2.models.language_model import LanguageModel
 from gdn2.ops.arguments import require
 from gdn2.training.checkpoints import Checkpoints
@@ -111,6 +112,11 @@ class Run:
         try:
             if any(folder.glob("step-*")):
                 check_same_run(self.config, self.folder)
+            elif standing(self.folder / MODEL).exists():
+                held = (
+                    f"{self.folder}, which holds a finished model and no checkpoint to go on from"
+                )
+                raise ValueError(f"run.dir: got {held}, expected a new folder or a run's")
             self.world.barrier()
             if self.world.is_main:
                 write_config(self.config, self.folder)

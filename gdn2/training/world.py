@@ -101,11 +101,11 @@ def _place(kind: str, local_rank: int, size: int) -> torch.device:
     try:
         device = torch.device(kind)
     except RuntimeError:
-        raise ValueError(f"device: got {kind!r}, expected 'cpu' or 'cuda'") from None
-    require(device.type in ("cpu", "cuda"), "device", repr(kind), "'cpu' or 'cuda'")
+        raise ValueError(f"engine.device: got {kind!r}, expected 'cpu' or 'cuda'") from None
+    require(device.type in ("cpu", "cuda"), "engine.device", repr(kind), "'cpu' or 'cuda'")
     if device.type != "cuda":
         return device
-    require(torch.cuda.is_available(), "device", repr(kind), "'cpu', for torch finds no GPU")
+    require(torch.cuda.is_available(), "engine.device", repr(kind), "'cpu', for torch finds no GPU")
     if size > 1 or device.index is None:
         device = torch.device("cuda", local_rank)
     found = torch.cuda.device_count()

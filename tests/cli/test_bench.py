@@ -338,6 +338,11 @@ def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--shape", "1x0x1x8x8"], "shape: got '1x0x1x8x8', expected BxTxHxDkxDv, such as 1x"),
         (["--backend", "numpy"], "backend: got 'numpy', expected one of auto, triton, torch, ref"),
         (["--dtype", "int8"], "dtype: got 'int8', expected one of fp64, fp32, bf16, fp16"),
+        (
+            ["--dtype", "bf16,fp32"],
+            "dtype: got 'bf16,fp32', expected one of fp64, fp32, bf16, fp16",
+        ),
+        (["--form", "gdn2,kda"], "form: got 'gdn2,kda', expected one of gdn2, kda, mamba2"),
         (["--passes", "sideways"], "passes: got 'sideways', expected one of forward, training, b"),
         (["--chunk-size", "48"], "chunk_size: got 48, expected one of (16, 32, 64, 128)"),
         (["--threads", "0"], "threads: got 0, expected at least 1"),

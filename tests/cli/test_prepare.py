@@ -42,6 +42,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     message = f"error: {file}, line 2: field 'body': got int, expected a string"
     assert message in result.stderr.splitlines()
+    said = run(file, "--out", file).stderr
+    assert said.startswith("error: out: got ") and said.endswith("expected a folder to write to\n")
     fixed = ["--field", "body", "--workers", 1, "--skip-bad"]
     result = run(file, "--out", tmp_path / "out", *fixed)
     assert result.stdout == f"{tmp_path / 'out'}: 1 tokens in 1 documents, 1 bad lines skipped\n"

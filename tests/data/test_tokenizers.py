@@ -117,16 +117,19 @@ def test_mistakes_are_named(tmp_path: Path, name: str, content: str | None, mess
 
 def test_a_damaged_sentencepiece_model_is_named(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
-    (tmp_path / "tokenizer.model").write_text("x")
-    with pytest.raises(ValueError, match=r"tokenizer.model: damaged, expected a SentencePiece"):
-        load_tokenizer(tmp_path)
+    for content in ("x", ""):
+        (tmp_path / "tokenizer.model").write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer.model: damaged, expected a SentencePiece"):
+            load_tokenizer(tmp_path)
 
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     save_json(tmp_path / "tokenizer.json")
-    for content in ("{", "[]"):
+    for content in ("{", "[]", '{"bos_token": 5}', '{"eos_token": {"content": ["a"]}}'):
         (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(ValueError, match=r"tokenizer_config.json: got .*, expected"):
+        with pytest.raises(
+            ValueError, match=r"tokenizer_config.json: (..._token: )?got .*, expected"
+        ):
             load_tokenizer(tmp_path)
 
 

@@ -191,6 +191,9 @@ def test_what_cannot_be_written_or_read_leaves_nothing(run: Path) -> None:
     failed = command("export", run, run.parent / "file" / "m")
     assert failed.exit_code == 2
     assert "error: got [Errno 20]" in failed.output
+    (run / "config.json").write_text('{"run": {}, "schedule": {}}')
+    assert command("export", run, run.parent / "n").exit_code == 0
+    assert "| seed | unknown |" in (run.parent / "n" / "README.md").read_text()
     (run / "config.json").unlink()
     failed = command("export", run, run.parent / "m")
     assert failed.exit_code == 2

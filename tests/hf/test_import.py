@@ -153,6 +153,12 @@ def test_the_gate_must_be_said_where_the_file_cannot() -> None:
     assert not torch.allclose(silu(ids).logits, sigmoid(ids).logits)
 
 
+@pytest.mark.parametrize("size", [0, -2])
+def test_heads_have_channels(size: int) -> None:
+    with pytest.raises(ValueError, match=f"^head_dim: got {size}, expected at least 1$"):
+        Unsaid(head_dim=size)
+
+
 def without(name: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.pop(name)
 
@@ -227,11 +233,15 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and pla"):
         read_checkpoint(tmp_path / "c.pth")
     assert not (tmp_path / "harm").exists()
-    (tmp_path / "c.pth").write_bytes(b"no checkpoint")
-    with pytest.raises(
-        ValueError, match=r"c\.pth: got .*expected a checkpoint of tensors and plain"
-    ):
-        read_checkpoint(tmp_path / "c.pth")
+    torch.save({"model": official(hybrid())}, tmp_path / "c.pth")
+    whole = (tmp_path / "c.pth").read_bytes()
+    for content in (b"no checkpoint", b"", b"\x80\x02", whole[:5000], os.urandom(300)):
+        (tmp_path / "c.pth").write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"c\.pth: got .*\w.*, expected a checkpoint of tensors and plain"
+        ) as caught:
+            read_checkpoint(tmp_path / "c.pth")
+        assert "weights_only" not in str(caught.value)
     torch.save({"model": {"x": 3}}, tmp_path / "c.pth")
     with pytest.raises(ValueError, match=r"^checkpoint: x: got int, expected a tensor$"):
         read_checkpoint(tmp_path / "c.pth")

@@ -152,7 +152,7 @@ def test_show(tmp_path: Path) -> None:
     assert record["layer_types"] == ["linear_attention", "sliding_attention"] * 9
 
 
-def test_show_every_mixer_and_all_names() -> None:
+def test_show_every_mixer_and_all_names(tmp_path: Path) -> None:
     for name, words in {
         "mamba3-mimo-1m": "rank 4",
         "mamba2-1m": "state 32",
@@ -162,7 +162,8 @@ def test_show_every_mixer_and_all_names() -> None:
         shown = CliRunner().invoke(app, ["show", name])
         assert shown.exit_code == 0, shown.output
         assert words in shown.output, name
-    listed = CliRunner().invoke(app, ["show"])
+    listed = CliRunner().invoke(app, ["show", "--json", str(tmp_path / "names.json")])
+    assert json.loads((tmp_path / "names.json").read_text()) == {"presets": [*preset_names()]}
     assert listed.output.split() == preset_names()
 
 

@@ -3,14 +3,16 @@
 import json
 import math
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
 import torch
 
 from gdn2.data.batch import Batch
-from gdn2.data.config import TokensConfig, open_source
+from gdn2.data.config import MixtureConfig, TokensConfig, open_source
 from gdn2.data.prepare import prepare
+from gdn2.data.synthetic import ParityConfig
 from gdn2.layers.plain import to_plain
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import write_json
@@ -41,6 +43,16 @@ def test_a_run_that_saved_nothing_begins_anew(tmp_path: Path) -> None:
     for saved in (tmp_path / "checkpoints").glob("step-*"):
         saved.rename(tmp_path / "away")
     assert train(config(tmp_path, **sections), until=3).step == 3
+
+
+def test_a_finished_model_is_not_trained_over(tmp_path: Path) -> None:
+    """Its checkpoints take room, and may be removed."""
+    train(config(tmp_path))
+    rmtree(tmp_path / "checkpoints")
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"^run.dir: got .*, which holds a finished model and no"):
+        train(config(tmp_path, run={"seed": 6}))
+    assert {file: file.read_bytes() for file in kept} == kept
 
 
 def test_a_run_killed_at_its_first_file_begins_anew(
@@ -129,6 +141,11 @@ def test_validation_has_the_tokenizer_of_training(tmp_path: Path) -> None:
         said = f"^validation_path: got '{other}', expected tokens of the tokenizer of {path}$"
         with pytest.raises(ValueError, match=said):
             open_source(data, LENGTH, 0, "train")
+        parts = (ParityConfig(), TokensConfig(path=path), TokensConfig(path=other))
+        mixed = MixtureConfig(parts=parts, weights=(1, 1, 1))
+        said = f"^parts: got '{other}', expected tokens of the tokenizer of {path}$"
+        with pytest.raises(ValueError, match=said):
+            open_source(mixed, LENGTH, 0, "train")
 
 
 def test_home_is_read_as_by_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +192,9 @@ def test_numbers_are_finite(change: str, said: str) -> None:
 
 @pytest.mark.parametrize("device", ["meta", "mps"])
 def test_only_cpus_and_gpus_train(device: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^device: got '{device}', expected 'cpu' or 'cuda'$"):
+    with pytest.raises(
+        ValueError, match=f"^engine.device: got '{device}', expected 'cpu' or 'cuda'$"
+    ):
         train(config(tmp_path, engine={"device": device}))
 
 

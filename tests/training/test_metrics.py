@@ -193,3 +193,38 @@ def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (7325, "2:02:05")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+class Disk:
+    """A file that takes so many bytes, and no more before it has room again."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.content, self.name = room, b"", "metrics.jsonl"
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = data[: self.room]
+        self.content, self.room = self.content + taken, self.room - len(taken)
+        return len(taken)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("room", [1, 30, 60, 61])
+def test_lines_wait_for_a_disk_that_is_full(tmp_path: Path, room: int) -> None:
+    disk = Disk(room)
+    with Metrics(tmp_path, 0) as metrics:
+        assert metrics._file is not None
+        metrics._file.close()
+        metrics._file = disk  # type: ignore[assignment]
+        for step in range(1, 9):
+            disk.room = 1000 if step == 7 else disk.room
+            try:
+                metrics.write({"step": step, "tokens": step})
+            except OSError as reason:
+                assert str(reason) == "[Errno 28] No space left on device: 'metrics.jsonl'"
+                assert step < 7
+    found = [json.loads(line) for line in disk.content.decode().splitlines()]
+    assert found == [{"step": step, "tokens": step} for step in range(1, 9)]
