@@ -26,6 +26,7 @@ CASES = {
     "128": replace(USUAL, d_k=128, d_v=128),
     "uneven": replace(USUAL, decay="uneven"),
     "mixed": replace(USUAL, decay="mixed"),
+    "ends": replace(USUAL, d_k=128, d_v=128, decay="ends"),
     "packed": replace(USUAL, lengths=(1, 63, 64, 65, 130)),
     "one gate a head": replace(USUAL, widths=("full", "one", "one")),
     "no write gate": replace(USUAL, widths=("full", "one", "none")),

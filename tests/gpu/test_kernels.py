@@ -122,7 +122,7 @@ def test_batches(B: int, H: int) -> None:
 
 @each_dtype
 @pytest.mark.parametrize(
-    "decay", ["mild", "uneven", "spiky", "mixed", 0.0, -1.0, -4.0, -20.0, -200.0]
+    "decay", ["mild", "uneven", "spiky", "ends", "mixed", 0.0, -1.0, -4.0, -20.0, -200.0]
 )
 def test_decays(decay: float | str, dtype: torch.dtype) -> None:
     # fp16 holds nothing below 6e-8, so through exp(-20) nothing of the initial state is left
