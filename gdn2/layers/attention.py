@@ -35,9 +35,9 @@ class AttentionMixer(nn.Module):
         """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
         c = self.config
         q, k, v = self._turned(x, layout)
-        if state is not None:  # autocast may have come or gone since its first token
-            q, k, v = (z.to(state.keys.dtype) for z in (q, k, v))
         started = state is not None and state.capacity > 0
+        if state is not None and started:  # autocast may have come or gone since its first token
+            q, k, v = (z.to(state.keys.dtype) for z in (q, k, v))
         if inplace and layout.is_step and state is not None and not started:
             self.check_room(state)
         y, cache = attention(

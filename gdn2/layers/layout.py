@@ -5,6 +5,7 @@ disagree about where a sequence begins. Inside a model tokens are dense [batch, 
 is dropped on the way in (`pack`) and comes back on the way out (`unpack`).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,9 +122,10 @@ class Layout:
         self, width: int, base: float, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' positions, made once for all layers that ask alike."""
-        key = ("rotary", width, base, dtype, device, _inferring())
+        key = ("rotary", width, base, dtype, device)
         if key not in self._shared:
-            self._shared[key] = rotary_table(self._positions(device), width, base, dtype)
+            with _kept():
+                self._shared[key] = rotary_table(self._positions(device), width, base, dtype)
         return self._shared[key]
 
     def block_mask(self, window: int | None, device: torch.device) -> BlockMask | None:
@@ -131,10 +133,12 @@ class Layout:
         packed = self.cu_seqlens is not None
         if device.type != "cuda" or not flex_spares_a_mask(self.length, window, packed):
             return None
-        key = ("block_mask", window, device, _inferring())
+        key = ("block_mask", window, device)
         if key not in self._shared:
             length = self.length if self.cu_seqlens is None else self._packed_length
-            self._shared[key] = causal_block_mask(length, window, self.cu_seqlens, device=device)
+            with _kept():
+                mask = causal_block_mask(length, window, self.cu_seqlens, device=device)
+            self._shared[key] = mask
         return self._shared[key]
 
     def _positions(self, device: torch.device) -> Tensor:
@@ -152,9 +156,10 @@ class Layout:
         return self.batch * self.length if self.tokens is None else self.tokens.shape[0]
 
 
-def _inferring() -> bool:
-    """Whether tensors made now cannot be kept for a backward; compilers do not ask."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+def _kept() -> AbstractContextManager[None]:
+    """Makes tensors that a backward may keep, wherever they are asked for first; compilers do not ask."""
+    inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inferring else nullcontext()
 
 
 def _check_table(name: str, x: Tensor, fits: bool, kind: str) -> None:

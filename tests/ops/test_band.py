@@ -282,14 +282,38 @@ def test_a_handle_goes_with_its_thread(package: SimpleNamespace) -> None:
     names = iter(("first", "second"))
     gone: list[str] = []
     package.create_handle, package.destroy_handle = lambda: next(names), gone.append
-    cpu, seen = torch.device("cpu"), [band.handle_on(torch.device("cpu"))]
-    thread = Thread(target=lambda: seen.extend(band.handle_on(cpu) for _ in range(2)))
+    cpu, seen = torch.device("cpu"), [band.handle_on(torch.device("cpu")).value]
+    thread = Thread(target=lambda: seen.extend(band.handle_on(cpu).value for _ in range(2)))
     thread.start()
     thread.join()
     del thread
     gc.collect()
-    assert seen == ["first", "second", "second"] and band.handle_on(cpu) == "first"
+    assert seen == ["first", "second", "second"] and band.handle_on(cpu).value == "first"
     assert gone == ["second"]
+
+
+def test_a_plan_keeps_the_handle_it_was_built_with(package: SimpleNamespace) -> None:
+    gone: list[str] = []
+    package.destroy_handle = gone.append
+    thread = Thread(target=lambda: band.attend(*given(), 4, 0.3))
+    thread.start()
+    thread.join()
+    del thread
+    gc.collect()
+    assert band.attend(*given(), 4, 0.3) is not None
+    assert gone == [] and len(band._plans) == 1
+    band._plans.clear()
+    gc.collect()
+    assert gone == ["handle"]  # the thread's; that of this one is in use
+
+
+def test_plans_are_kept_up_to_a_number(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(band, "MOST_PLANS", 2)
+    for length in (8, 12, 16, 8):
+        assert band.attend(*given(length), 4, 0.3) is not None
+    assert [problem.shape[1] for _, problem in band._plans] == [16, 8]
 
 
 def test_what_lies_otherwise_is_copied() -> None:

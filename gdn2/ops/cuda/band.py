@@ -20,6 +20,7 @@ from gdn2.ops.trust import trusted
 NAME = "band"  # to be trusted or not
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}  # as the package names them
 ALIGNMENT = 16  # bytes
+MOST_PLANS = 256  # that are kept: sizes of calls may have no end
 
 
 class Problem(NamedTuple):
@@ -40,12 +41,13 @@ class Plan(NamedTuple):
     graph: Any
     tensors: Mapping[str, Any]
     workspace: int
+    built_by: "Handle"  # which lives as long, whatever becomes of its thread
 
     def __call__(self, **given: Tensor) -> None:
         """Run it on torch's stream."""
         device = given["q"].device
         with torch.cuda.device(device):
-            handle = handle_on(device)
+            handle = handle_on(device).value
             stream = torch.cuda.current_stream().cuda_stream
             frontend().set_stream(handle=handle, stream=stream)
             room = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
@@ -152,6 +154,8 @@ def planned(make: Make, problem: Problem) -> Plan | None:
     if key not in _plans:
         if torch.cuda.is_current_stream_capturing():
             return None
+        while len(_plans) >= MOST_PLANS:
+            del _plans[next(iter(_plans))]  # the oldest
         try:
             _plans[key] = _build(make, problem)
         except (frontend().cudnnGraphNotSupportedError, RuntimeError) as failure:
@@ -164,11 +168,12 @@ def planned(make: Make, problem: Problem) -> Plan | None:
 def _build(make: Make, problem: Problem) -> Plan:
     package = frontend()
     with torch.cuda.device(problem.device):
+        handle = handle_on(problem.device)
         graph = package.pygraph(
             io_data_type=getattr(package.data_type, DTYPES[problem.dtype]),
             intermediate_data_type=package.data_type.FLOAT,
             compute_data_type=package.data_type.FLOAT,
-            handle=handle_on(problem.device),
+            handle=handle.value,
         )
         tensors = make(package, graph, problem)
         graph.validate()
@@ -176,7 +181,7 @@ def _build(make: Make, problem: Problem) -> Plan:
         graph.create_execution_plans([package.heur_mode.A, package.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return Plan(graph, tensors, graph.get_workspace_size())
+        return Plan(graph, tensors, graph.get_workspace_size(), handle)
 
 
 def _forward_graph(package: Any, graph: Any, problem: Problem) -> dict[str, Any]:
@@ -257,8 +262,8 @@ class _Handles(threading.local):
 _handles = _Handles()
 
 
-def handle_on(device: torch.device) -> Any:
+def handle_on(device: torch.device) -> Handle:
     """The one of this thread on a device, which is the current one."""
     if device not in _handles.known:
         _handles.known[device] = Handle()
-    return _handles.known[device].value
+    return _handles.known[device]

@@ -133,7 +133,7 @@ template <bool FULL> DEVICE void channel_factors(
         for (int e = 0; e < 8; e += 4) {
             const Float4 g = chunk.template load<Float4, 4>(x.g, place.token(i), place.channel + e);
 #pragma unroll
-            for (int n = 0; n < 4; n++) L.v[i][e + n] = fmaxf(g.v[n] * LOG2E, -185.0f);
+            for (int n = 0; n < 4; n++) L.v[i][e + n] = at_least(g.v[n] * LOG2E, -185.0f);
         }
         inputs[i][1] = chunk.template load<Pair4>(x.k, place.token(i), place.channel);
     }

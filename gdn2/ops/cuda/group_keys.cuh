@@ -128,7 +128,7 @@ DEVICE void sum_decays(Each& L, float (&last)[2]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             float& x = L.v[i / 2][2 * r + i % 2];
-            sum += fmaxf(x * LOG2E, -185.0f);
+            sum += at_least(x * LOG2E, -185.0f);
             x = sum;
         }
         const float before = before_lanes(sum, last[r]);

@@ -66,7 +66,7 @@ template <bool FULL> DEVICE void load_inputs(
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) L[half].v[i][e] = fmaxf(L[half].v[i][e] * LOG2E, -185.0f);
+            for (int e = 0; e < 2; e++) L[half].v[i][e] = at_least(L[half].v[i][e] * LOG2E, -185.0f);
         sums_until(L[half]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {

@@ -28,7 +28,7 @@ DEVICE void load_tokens(Token (&to)[2], const float* g, const void* w, i64 start
         const i64 at = start + (known ? token : 0);
         const float log = g[at * G_HEADS + head / (HEADS / G_HEADS)];
         const float write = W_BYTES ? gate(w, at * HEADS + head) : 1.0f;
-        to[i] = {known ? fmaxf(log * LOG2E, -185.0f) : 0.0f, known ? write : 0.0f};
+        to[i] = {known ? at_least(log * LOG2E, -185.0f) : 0.0f, known ? write : 0.0f};
     }
 }
 

@@ -41,6 +41,13 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
+// What is no number stays none.
+DEVICE float at_least(float x, float least) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+    return y;
+}
+
 // d += a b for 16 rows, 8 columns and 16 products each.
 DEVICE void mma(
     float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0, u32 b1) {

@@ -75,6 +75,7 @@ inline float second(u32 pair) { return as_float(pair & 0xffff0000u); }
 inline u32 rounded(float x) { u32 bits; memcpy(&bits, &x, 4); return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
 inline u32 pack(float a, float b) { return rounded(a) | (rounded(b) << 16); }
 inline float exp2_fast(float x) { const float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
+inline float at_least(float x, float least) { return x < least ? least : x; }
 inline Pair2 read2(const void* p) { Pair2 x; memcpy(&x, p, 8); return x; }
 inline Pair4 read4(const void* p) { Pair4 x; memcpy(&x, p, 16); return x; }
 

@@ -93,6 +93,22 @@ def test_factors_for_any_decay(
 
 
 @needs_compiler
+def test_what_is_no_number_stays_none(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log-decay that is NaN spoils what it decays: its token and those after it in the chunk."""
+    right = exact(NARROW, torch.bfloat16)
+
+    def spoil(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        x["g"][0, 5, 0, 3] = torch.nan
+        return x
+
+    change_operands(monkeypatch, spoil)
+    found = launch(emulate, Exact(replace(NARROW, name="spoiled"), torch.bfloat16))
+    assert found.Q_gamma[0, 0, 5:, 3].isnan().all() and found.gamma_C[0, 0, 3].isnan()
+    assert torch.equal(found.Q_gamma[0, 0, :5], launch(emulate, right).Q_gamma[0, 0, :5])
+    assert found.Q_gamma[0, 1].isfinite().all()
+
+
+@needs_compiler
 def test_written_values_are_rounded_once(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is left to erase, U is W V, whose bits are all there until then."""
     change_operands(monkeypatch, lambda x: {**x, "g": torch.full_like(x["g"], -200.0)})
