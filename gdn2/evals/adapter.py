@@ -15,6 +15,7 @@ from gdn2.evals.scoring import Answer, Answers, Scorer
 from gdn2.models.folder import load_stop_ids, open_model
 
 LM: Any = need("lm_eval.api.model", "eval", "lm-eval's tasks").LM
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # its names
 MAX_TOKENS = 256  # that lm-eval's own models generate where a task does not say
 
 
@@ -92,9 +93,10 @@ def _numbered(instances: Sequence[Any]) -> list[tuple[str, int, Any]]:
 
 
 def _generation(task: str, number: int, context: str, options: dict[str, Any]) -> Request:
-    if options.get("do_sample") and options.get("temperature", 1.0) > 0:
+    warm = options.get("temperature", 1.0 if options.get("do_sample") else 0.0) > 0
+    if options.get("do_sample", warm) and warm:
         raise ValueError(f"{task}: got do_sample, expected greedy generation")
     until = options.get("until", ())
     until = (until,) if isinstance(until, str) else tuple(until)
-    most = options.get("max_gen_toks", MAX_TOKENS)
+    most = next((options[name] for name in LIMITS if options.get(name)), MAX_TOKENS)
     return Request(task, number, "generate", context, until=until, max_tokens=most)

@@ -110,12 +110,14 @@ def _alone(evaluator: Any) -> Iterator[None]:
 
 
 def _readable(name: str, found: dict[str, Any]) -> dict[str, JSON]:
-    """Without lm-eval's suffixes, with accuracies in percent."""
+    """With accuracies in percent, and without lm-eval's suffixes but those of filters that a task has several of."""
     metrics: dict[str, JSON] = {}
     for key, value in found["results"][name].items():
         metric, _, kept = key.partition(",")
         if isinstance(value, int | float) and kept:
-            metrics[metric] = 100 * value if metric.startswith("acc") else value
+            metrics[metric if kept == "none" else key] = (
+                100 * value if metric.startswith("acc") else value
+            )
     samples = found["n-samples"][name]["effective"]
     return {"version": str(found["versions"][name]), "samples": samples, "metrics": metrics}
 
@@ -137,12 +139,18 @@ def main(arguments: Sequence[str]) -> None:
 
 def _taken(words: list[str], option: str) -> tuple[list[str], str | None]:
     """The words without an option, and its value."""
+    words = [part for word in words for part in _parts(word, option)]
     if option not in words:
         return words, None
     place = words.index(option)
     if place + 1 == len(words):
         raise ValueError(f"{option}: got nothing, expected a folder")
     return words[:place] + words[place + 2 :], words[place + 1]
+
+
+def _parts(word: str, option: str) -> list[str]:
+    """A word, or the two that option=value stands for."""
+    return word.split("=", 1) if word.startswith(f"{option}=") else [word]
 
 
 def _wanted(words: Sequence[str]) -> list[str]:

@@ -12,10 +12,10 @@ import torch
 
 from gdn2.data.tokenizers import Tokenizer
 from gdn2.evals.answers import AnswerFile
-from gdn2.evals.encoding import check_vocabulary
+from gdn2.evals.encoding import check_vocabulary, first_token
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_json, standing
-from gdn2.models.folder import CONFIG, load_config
+from gdn2.models.folder import CONFIG, load_config, load_stop_ids
 from gdn2.models.presets import preset, preset_names
 from gdn2.models.weights import checksum
 from gdn2.ops.arguments import require
@@ -48,6 +48,8 @@ def describe(
         "step": _step(folder.absolute()) if own else 0,
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": tokenizer.sha256 or tokenizer.name,
+        "first_token": first_token(tokenizer),
+        "stops": sorted(load_stop_ids(folder)),
     }
 
 
@@ -104,6 +106,11 @@ class Results:
         """Keep one task's results."""
         moment = datetime.now(UTC).isoformat(timespec="seconds")
         self.record["tasks"][name] = {**result, "finished": moment}
+
+    def drop(self, name: str, why: str, reason: str) -> None:
+        """Say why a task has no results; earlier ones would pass for those of this call."""
+        self.record["tasks"].pop(name, None)
+        self.record[why][name] = reason
 
     def write(self) -> None:
         """Replace the file, whole."""

@@ -134,9 +134,9 @@ def evaluate(
             said = {"protocol": job.protocol, "limit": limit, "seconds": monotonic() - began}
             results.add(name, {**found, **said})
         except MissingDataError as reason:
-            results.record["skipped"][name] = str(reason)
+            results.drop(name, "skipped", str(reason))
         except ValueError as reason:
-            results.record["failed"][name] = _named(name, reason)
+            results.drop(name, "failed", _named(name, reason))
         results.record["columns"] = columns(results.record["tasks"])
         results.write()
     return results.record

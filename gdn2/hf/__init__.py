@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from gdn2.hf.cache import Gdn2Cache
 from gdn2.hf.configuration import Gdn2Config
@@ -23,4 +24,6 @@ __all__ = ["Gdn2Cache", "Gdn2Config", "Gdn2ForCausalLM", "Gdn2Model"]
 AutoConfig.register(Gdn2Config.model_type, Gdn2Config)
 AutoModel.register(Gdn2Config, Gdn2Model)
 AutoModelForCausalLM.register(Gdn2Config, Gdn2ForCausalLM)
+# By this name Trainer knows that labels are to be shifted where it smooths them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[Gdn2Config.model_type] = Gdn2ForCausalLM.__name__
 AutoTokenizer.register(Gdn2Config, fast_tokenizer_class=PreTrainedTokenizerFast)

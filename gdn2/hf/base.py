@@ -83,6 +83,12 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         """All parameters as groups of an optimiser, as LanguageModel has them."""
         return param_groups(self, weight_decay, decay_all)
 
+    def resize_token_embeddings(self, *arguments: Any, **options: Any) -> nn.Embedding:
+        """Of another vocabulary, caches are those of another model."""
+        found: nn.Embedding = super().resize_token_embeddings(*arguments, **options)
+        self._native = self.config.native()
+        return found
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """First values that are those of LanguageModel(config, seed=s) after torch.manual_seed(s), bit by bit."""

@@ -22,6 +22,10 @@ def layout_of(
     `DataCollatorWithFlattening` gives them; padding, on any side, by the mask's last `length` columns. Positions count
     for nothing else: a token's position is the number of tokens before it.
     """
+    real = _real(attention_mask, batch, length)
+    if cu_seq_lens is not None or seq_idx is not None:
+        fits = real is None
+        require(fits, "attention_mask", "padding beside packed sequences", "none: leave it out")
     if cu_seq_lens is not None:
         require(batch == 1, "cu_seq_lens_q", f"one beside {batch} rows", "one row")
         return Layout.packed(cu_seq_lens, length)
@@ -31,17 +35,21 @@ def layout_of(
         require(fits, name, None if table is None else ("shape", table), (batch, length))
     if seq_idx is not None:
         return _packed(seq_idx[:, 1:] != seq_idx[:, :-1], batch, length)
-    if attention_mask is not None:
-        flat = attention_mask.ndim == 2
-        fits = flat and attention_mask.shape[0] == batch and attention_mask.shape[1] >= length
-        expected = f"({batch}, at least {length})"
-        require(fits, "attention_mask", ("shape", attention_mask), expected)
-        real = attention_mask[:, attention_mask.shape[1] - length :] != 0
-        if not bool(real.all()):
-            return _padded(real, position_ids)
+    if real is not None:
+        return _padded(real, position_ids)
     if position_ids is not None:
         return _packed(position_ids[:, 1:] != position_ids[:, :-1] + 1, batch, length)
     return Layout.dense(batch, length)
+
+
+def _real(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Where tokens are, if there is padding."""
+    if mask is None:
+        return None
+    fits = mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length
+    require(fits, "attention_mask", ("shape", mask), f"({batch}, at least {length})")
+    real = mask[:, mask.shape[1] - length :] != 0
+    return None if bool(real.all()) else real
 
 
 def _packed(begins: Tensor, batch: int, length: int) -> Layout:
@@ -66,6 +74,6 @@ def _padded(real: Tensor, position_ids: Tensor | None) -> Layout:
     if position_ids is not None:
         begins = (position_ids.expand(batch, length) == 0).flatten()[tokens].nonzero()[:, 0]
         starts = torch.cat([begins, cu_seqlens[:-1][real.any(1)]]).unique()
-        if starts.shape[0] > batch:
+        if starts.shape[0] > int(real.any(1).sum()):
             cu_seqlens = torch.cat([starts, ends[-1:]])
     return Layout(batch, length, cu_seqlens.shape[0] - 1, cu_seqlens, tokens)

@@ -34,6 +34,7 @@ class Gdn2Model(Gdn2PreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [batch, length, width], zero where there is padding."""
+        _refuse_weights(kwargs)
         found = self._encode(
             input_ids,
             inputs_embeds,
@@ -51,6 +52,12 @@ class Gdn2Model(Gdn2PreTrainedModel):
             past_key_values=found.cache,
             hidden_states=found.hidden_states,
         )
+
+
+def _refuse_weights(options: dict[str, Any]) -> None:
+    """Nobody who asks for attention's weights should get none without a word."""
+    asked = options.get("output_attentions")
+    require(not asked, "output_attentions", asked, "False: recurrent blocks have no such weights")
 
 
 class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
@@ -100,6 +107,7 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
         `labels` are the tokens themselves, as everywhere in transformers; `logits_to_keep` keeps that many of the last
         columns, or those it lists, and 1 the last token of each row, wherever its padding is.
         """
+        _refuse_weights(kwargs)
         found = self._encode(
             input_ids,
             inputs_embeds,

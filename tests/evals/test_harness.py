@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gdn2.data.tokenizers import load_tokenizer
-from gdn2.evals.harness import main, protocol, run_task
+from gdn2.evals.harness import _readable, _taken, main, protocol, run_task
 from gdn2.evals.local_data import SOURCES, check_rows, find_file, write_task_file
 from gdn2.evals.request import Request
 from gdn2.evals.scoring import Answer, Scorer
@@ -280,3 +280,33 @@ def test_lm_evals_command_line(
     printed = capsys.readouterr().out
     assert "word_perplexity" in printed
     assert re.search(r"boolq\s*\|\s*2\|none\s*\|\s*0\|acc", printed)
+
+
+def test_a_task_of_several_filters_keeps_them_all() -> None:
+    scores = {"exact_match,strict-match": 0.0, "exact_match,flexible-extract": 1.0, "acc,none": 0.5}
+    found = {
+        "results": {"t": scores | {"alias": "t", "acc_stderr,none": "N/A"}},
+        "n-samples": {"t": {"effective": 2}},
+        "versions": {"t": 3},
+    }
+    assert _readable("t", found)["metrics"] == {
+        "exact_match,strict-match": 0.0,
+        "exact_match,flexible-extract": 1.0,
+        "acc": 50.0,
+    }
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens"])
+def test_the_limit_of_a_generation_has_several_names(name: str) -> None:
+    adapter: Any = import_module("gdn2.evals.adapter")
+    assert adapter._generation("t", 0, "x", {"until": ["."], name: 7}).max_tokens == 7
+    cold = adapter._generation("t", 0, "x", {"until": ".", "temperature": 0.0})
+    assert cold.max_tokens == adapter.MAX_TOKENS
+    for warm in ({"temperature": 0.7}, {"do_sample": True}):
+        with pytest.raises(ValueError, match="t: got do_sample, expected greedy generation"):
+            adapter._generation("t", 0, "x", warm)
+
+
+def test_an_option_may_be_one_word() -> None:
+    for words in (["--data", "d"], ["--data=d"]):
+        assert _taken(["--tasks=a", *words, "-x"], "--data") == (["--tasks=a", "-x"], "d")

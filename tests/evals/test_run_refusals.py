@@ -13,7 +13,7 @@ from gdn2.evals.run import Subject, answer_requests, evaluate, save_requests
 from gdn2.evals.suites import CARRIED
 from tests.evals.cases import write_rows
 from tests.evals.rows import ROWS
-from tests.evals.subjects import furnish, sources, subject
+from tests.evals.subjects import MODEL, furnish, sources, subject
 
 pytest.importorskip("lm_eval")
 
@@ -107,3 +107,22 @@ def test_answers_of_another_model_are_refused(place: Path) -> None:
     with pytest.raises(ValueError, match="got answers of a model with config"):
         evaluate(preset, ["boolq"], sources(place), place / "out", answers=answers)
     assert not (place / "out").exists()
+
+
+def test_answers_of_other_stops_are_refused(place: Path) -> None:
+    evaluate(subject(place), ["boolq"], sources(place), place / "out")
+    evaluate(subject(place), ["boolq"], sources(place), place / "out")
+    (place / MODEL / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    with pytest.raises(
+        ValueError, match=r"got answers of a model with stops \[\], expected \[2, 3"
+    ):
+        evaluate(subject(place), ["boolq"], sources(place), place / "out")
+
+
+def test_a_task_that_fails_keeps_no_older_result(place: Path) -> None:
+    record = evaluate(subject(place), ["swde", "boolq"], sources(place), place / "out", limit=1)
+    assert set(record["tasks"]) == {"swde", "boolq"}
+    (place / "data/swde.jsonl").write_text('{"text": "A film."}\n')
+    record = evaluate(subject(place), ["swde"], sources(place), place / "out")
+    assert set(record["tasks"]) == {"boolq"} and "swde" in record["failed"]
+    assert json.loads((place / "out/results.json").read_text()) == record

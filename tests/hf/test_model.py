@@ -261,6 +261,8 @@ def test_embeddings_may_be_given_and_resized() -> None:
     model.resize_token_embeddings(30)
     found = model(ids).logits
     assert found.shape[-1] == 30
+    cache = model(ids, use_cache=True).past_key_values
+    assert cache.state.config == model.config.native().digest
     assert_close("old tokens", found[..., :23], expected, 1e-12)
     assert bool(model(torch.full((1, 2), 29)).logits.isfinite().all())
 
@@ -342,3 +344,30 @@ def test_bad_calls_are_refused_in_a_line() -> None:
     for arguments, message in mistakes:
         with pytest.raises(ValueError, match=message):
             model(**arguments)
+
+
+def test_padding_beside_packed_sequences_is_refused() -> None:
+    model, ids = twin(make(SMALL)), tokens(1, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    for packed in (
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 6])},
+    ):
+        whole = model(ids, **packed).logits
+        assert torch.equal(model(ids, attention_mask=torch.ones_like(mask), **packed).logits, whole)
+        with pytest.raises(ValueError, match="attention_mask: got padding beside packed"):
+            model(ids, attention_mask=mask, **packed)
+
+
+def test_sequences_stay_apart_beside_a_row_of_padding() -> None:
+    model, ids = twin(make(SMALL)), tokens(2, 9)
+    positions = torch.tensor([[0, 0, 1, 2, 3, 0, 1, 2, 3], [0] * 9])
+    mask = torch.tensor([[0, *[1] * 8], [0] * 9])
+    found = model(ids, position_ids=positions, attention_mask=mask).logits[0]
+    for start, end in ((1, 5), (5, 9)):
+        assert_close("alone", found[start:end], model(ids[:1, start:end]).logits[0], 1e-10)
+
+
+def test_weights_of_attention_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^output_attentions: got True, expected False"):
+        twin(make(SMALL))(tokens(1, 3), output_attentions=True)

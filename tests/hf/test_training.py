@@ -135,3 +135,14 @@ def test_the_lists_of_modules_are_the_published_ones() -> None:
     assert {name: precise_modules(preset(name)) for name in precise} == precise
     tied = replace(EVERYTHING, tie_word_embeddings=True)
     assert "head" not in precise_modules(tied) + lora_targets(tied)
+
+
+def test_labels_are_shifted_where_they_are_smoothed(tmp_path: Path) -> None:
+    """Else a model would learn to say its input again."""
+    model, ids = twin(make(config(MIXERS["gdn2"]))), tokens(2, 9)
+    options = replace(arguments(tmp_path), label_smoothing_factor=0.25)
+    found: Any = Trainer(model, options).compute_loss(model, {"input_ids": ids, "labels": ids})
+    log = model(ids).logits[:, :-1].log_softmax(-1)
+    likelihood = log.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    expected = -(0.75 * likelihood + 0.25 * log.mean(-1)).mean()
+    assert_close("loss", found, expected, 1e-6)
