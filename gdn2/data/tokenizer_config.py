@@ -7,6 +7,9 @@ from typing import Any
 from gdn2.data.checks import require
 
 CONFIG = "tokenizer_config.json"
+MADE_FROM = (
+    "made_from"  # the file that the tokenizer.json beside it was made from, and says the same as
+)
 
 
 def read_beside(file: Path) -> bytes | None:

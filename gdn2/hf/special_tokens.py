@@ -14,8 +14,8 @@ CONFIG, JSON, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokeni
 def write_special_tokens(folder: Path, bos_id: int | None, eos_id: int | None) -> None:
     """Write generation_config.json, and into tokenizer_config.json what it does not say yet.
 
-    A tokenizer.json does not say which of its tokens open and end a text. A SentencePiece model does, but without its
-    class transformers would put no token before a text, and no space.
+    A tokenizer.json does not say which of its tokens open and end a text. A SentencePiece model that has none beside it
+    does, but without its class transformers would put no token before a text, and no space.
     """
     generation = GenerationConfig(bos_token_id=bos_id, eos_token_id=eos_id, pad_token_id=eos_id)
     generation.save_pretrained(folder)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
@@ -131,6 +132,24 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
             ValueError, match=r"tokenizer_config.json: (..._token: )?got .*, expected"
         ):
             load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_model_has_a_file_that_says_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    own = load_tokenizer(save_tokenizer(tmp_path, "sentencepiece"))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    own.save(folder)
+    other = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rand = random.Random(0)
+    letters = " \n\tab,é漢🙂0▁<the"
+    texts = ["".join(rand.choices(letters, k=rand.randint(0, 30))) for _ in range(500)]
+    for text in [*(text for text in TEXTS if "<s>" not in text), *texts]:
+        assert other.encode(text).ids == own.encode(text), text
+    again = load_tokenizer(folder)  # by the model itself
+    assert (again.name, again.sha256) == (own.name, own.sha256)
+    again.save(folder)
+    assert load_tokenizer(folder).sha256 == own.sha256
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
