@@ -55,21 +55,24 @@ class RecallTask:
         return "; ".join(notes)
 
     def requests(self, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Request]:
-        """One for each of the first `limit` rows that is not left out; the number is that of the row."""
+        """One for each of the first `limit` items, which some rows have none of; the number is that of the row."""
         check_limit(limit)
-        for number, row in enumerate(islice(self._rows, limit)):
-            item = self._form.read(row, f"{self._source}, row {number + 1}")
-            if item is not None:
-                document = cut(item, tokenizer, self._length - KEPT)
-                yield Request(
-                    task=self.name,
-                    number=number,
-                    kind="generate",
-                    context=self._form.prompt(document, item.question),
-                    until=("\n",),
-                    max_tokens=GENERATED,
-                    metadata={"answers": [list(answers) for answers in item.gold]},
-                )
+        found = ((number, self._item(number, row)) for number, row in enumerate(self._rows))
+        items = ((number, item) for number, item in found if item is not None)
+        for number, item in islice(items, limit):
+            document = cut(item, tokenizer, self._length - KEPT)
+            yield Request(
+                task=self.name,
+                number=number,
+                kind="generate",
+                context=self._form.prompt(document, item.question),
+                until=("\n",),
+                max_tokens=GENERATED,
+                metadata={"answers": [list(answers) for answers in item.gold]},
+            )
+
+    def _item(self, number: int, row: Row) -> Item | None:
+        return self._form.read(row, f"{self._source}, row {number + 1}")
 
     def score(self, request: Request, answer: str) -> Scores:
         gold = request.metadata["answers"]

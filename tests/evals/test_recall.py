@@ -133,7 +133,8 @@ def test_rows_sought_by_one_letter_are_left_out_and_numbers_stay() -> None:
     rows = [good, good | {"value": "4"}, good | {"key": ""}, good]
     task = RecallTask("fda", rows, "rows")
     assert [request.number for request in task.requests(ByteTokenizer())] == [0, 3]
-    assert [request.number for request in task.requests(ByteTokenizer(), 3)] == [0]
+    assert [request.number for request in task.requests(ByteTokenizer(), 1)] == [0]
+    assert [request.number for request in task.requests(ByteTokenizer(), 2)] == [0, 3]
     drop = [
         {"context": "It was Owen.", "question": "Who?", "answers": [["Owen"], ["he"]]},
         {"context": "It was Owen.", "question": "How many?", "answers": [["1"]]},
