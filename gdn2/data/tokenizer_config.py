@@ -1,5 +1,6 @@
 """The tokenizer_config.json beside a tokenizer's file, which names its special tokens."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,8 @@ from typing import Any
 from gdn2.data.checks import require
 
 CONFIG = "tokenizer_config.json"
-MADE_FROM = (
-    "made_from"  # the file that the tokenizer.json beside it was made from, and says the same as
-)
+# the checksum of a tokenizer.json that was made from the SentencePiece model beside it, and says the same
+MADE_FROM_MODEL = "made_from_model"
 
 
 def read_beside(file: Path) -> bytes | None:
@@ -33,6 +33,13 @@ def special_token(table: dict[str, Any], kind: str) -> Any:
     """How it writes a token; some files say more of it in a table."""
     token = table.get(kind)
     return token.get("content") if isinstance(token, dict) else token
+
+
+def is_made_from(model: Path, file: Path) -> bool:
+    """Whether a tokenizer.json is still the one that was made from the model beside it."""
+    made = json.loads(read_beside(file) or b"{}").get(MADE_FROM_MODEL)
+    known = made is not None and model.is_file() and file.is_file()
+    return known and hashlib.sha256(file.read_bytes()).hexdigest() == made
 
 
 def save_config(folder: Path, config: bytes | None) -> None:

@@ -12,7 +12,13 @@ import tokenizers
 
 from gdn2.data.extras import need
 from gdn2.data.sentencepiece_json import as_json
-from gdn2.data.tokenizer_config import MADE_FROM, read_beside, save_config, special_token
+from gdn2.data.tokenizer_config import (
+    MADE_FROM_MODEL,
+    is_made_from,
+    read_beside,
+    save_config,
+    special_token,
+)
 
 BYTES = "bytes"
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
@@ -209,24 +215,24 @@ class SentencePieceTokenizer:
     def save(self, folder: Path) -> None:
         (folder / SENTENCEPIECE).write_bytes(self._content)
         if self._json is not None:
-            (folder / JSON).write_text(self._json, encoding="utf-8", newline="")
-        config = json.loads(self._config or b"{}") | self._described()
-        save_config(folder, json.dumps(config, indent=1).encode())
+            (folder / JSON).write_bytes(self._json)
+        save_config(folder, json.dumps(self._described(), indent=1).encode())
 
     @cached_property
-    def _json(self) -> str | None:
-        return as_json(self._inner)
+    def _json(self) -> bytes | None:
+        made = as_json(self._inner)
+        return None if made is None else made.encode()
 
     def _described(self) -> dict[str, Any]:
         """What transformers has to be told to see the same tokens: alone it puts no token before a text."""
         special = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         tokens = {n: self._inner.id_to_piece(i) for n, i in special.items() if i is not None}
-        if self._json is not None:
-            return {"tokenizer_class": "PreTrainedTokenizerFast", MADE_FROM: SENTENCEPIECE} | tokens
-        return {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": "bos_token" in tokens,
-        } | tokens
+        given = json.loads(self._config or b"{}")
+        if self._json is None:
+            usual = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": "bos_token" in tokens}
+            return given or usual | tokens
+        made = {MADE_FROM_MODEL: hashlib.sha256(self._json).hexdigest()}
+        return tokens | given | made | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
     @staticmethod
     def _if_any(token: int) -> int | None:
@@ -242,8 +248,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     known = [path / JSON, path / SENTENCEPIECE, path / GPT2_FILES[0]] if path.is_dir() else [path]
-    if path.is_dir() and json.loads(read_beside(path / JSON) or b"{}").get(MADE_FROM):
-        known[:2] = known[1::-1]
+    if path.is_dir() and is_made_from(path / SENTENCEPIECE, path / JSON):
+        known.pop(0)
     for file in filter(Path.is_file, known):
         if file.name == GPT2_FILES[0]:
             return _load_gpt2(file.parent)

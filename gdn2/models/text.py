@@ -22,9 +22,8 @@ class TextStream:
         self._recent.append(token)
         before = self._decode(self._recent[: self._settled])
         text = self._decode(self._recent)
-        if text.endswith(
-            UNFINISHED
-        ):  # perhaps bytes that are none of a character: nobody knows before one is whole
+        # Perhaps of bytes that are none of a character: nobody knows before one is whole.
+        if text.endswith(UNFINISHED):
             return ""
         # One token more than needed is kept: some tokenizers drop the space before the first one of a text.
         self._recent = self._recent[self._settled :]

@@ -150,6 +150,29 @@ def test_a_sentencepiece_model_has_a_file_that_says_the_same(tmp_path: Path) -> 
     assert (again.name, again.sha256) == (own.name, own.sha256)
     again.save(folder)
     assert load_tokenizer(folder).sha256 == own.sha256
+    other.add_tokens(["a word of its own"])
+    other.save(str(folder / "tokenizer.json"))  # which no longer says the same
+    assert load_tokenizer(folder).vocab_size == own.vocab_size + 1
+
+
+def test_what_a_config_says_of_a_model_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the class, where a file of another is written."""
+    pytest.importorskip("sentencepiece")
+    name = save_tokenizer(tmp_path, "sentencepiece")
+    config = Path(name).with_name("tokenizer_config.json")
+    given = {"tokenizer_class": "T5Tokenizer", "eos_token": "<pad>", "more": 1}
+    config.write_text(json.dumps(given))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    load_tokenizer(name).save(folder)
+    saved = json.loads((folder / "tokenizer_config.json").read_text())
+    assert saved | given == saved | {"tokenizer_class": "T5Tokenizer"}
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"
+    monkeypatch.setattr("gdn2.data.tokenizers.as_json", lambda model: None)
+    load_tokenizer(name).save(folder)
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == given
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,8 @@ def decays_kernel(
     total = tl.zeros((BK,), ACC)
     for row in range(0, R):
         g = tl.load(g_ptr + row * (HG * G_WIDTH), mask=inside & (row < known), other=0.0)
-        total += tl.where(
-            g < -1e30, -1e30, g.to(ACC)
-        )  # nothing times minus infinity is not a number
+        # nothing times minus infinity is not a number
+        total += tl.where(g < -1e30, -1e30, g.to(ACC))
         tl.store(since_ptr + here + row * G_WIDTH, tl.exp(total), mask=inside)
     total = tl.zeros((BK,), ACC)
     for n in range(0, R):
