@@ -285,7 +285,10 @@ def test_a_companion_alone_is_found_right(kernel: str, dtype: str) -> None:
 
 
 class Broken:
-    """A kernel whose every result is off by a tenth, or by one."""
+    """A kernel whose every result is off by a tenth, or by one.
+
+    A result is what a call changes: new memory must be poisoned, since what was freed may hold it already.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -301,6 +304,7 @@ class Broken:
         return run
 
 
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     "kernel", ["deep_scores", "scan", "scan_reverse", "gradient_values", "gradient_states"]
 )
@@ -310,7 +314,7 @@ def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(not check.passed for check in checks.check_kernel(kernel, CPU, "fp32"))
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short", "poison")
 @pytest.mark.parametrize(
     ("companion", "kernel"),
     [  # all but one whose results are no arguments, but at addresses in one
