@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gdn2.models.files import read_header, read_tensors, write_tensors
@@ -43,11 +44,15 @@ def load_state(path: str | Path, model: LanguageModel) -> ModelState:
     require(not strange, f"{path}", f"no match for {', '.join(strange[:3])}", "the model's tensors")
     tensors = read_tensors(path, empty.seen.device)
     for name, like in expected_tensors.items():
-        _check(f"{path}: {name}", tensors[name], like, len(tensors["seen"]), name)
+        _check(f"{path}: {name}", tensors[name], like, len(tensors["seen"]), _is_cached(name))
     layers = tuple(
         type(layer)(*(tensors[f"blocks.{i}.{field}"] for field in layer._fields))
         for i, layer in enumerate(empty.layers)
     )
+    for i, layer in enumerate(layers):
+        if isinstance(layer, KVCache):
+            keys, values = layer.keys.dtype, layer.values.dtype
+            require(values == keys, f"{path}: blocks.{i}.values", values, f"{keys}, as its keys")
     return ModelState(layers, tensors["seen"], empty.config)
 
 
@@ -60,10 +65,15 @@ def _named(state: ModelState) -> dict[str, Tensor]:
     return {**tensors, "seen": state.seen}
 
 
-def _check(where: str, found: Tensor, like: Tensor, rows: int, name: str) -> None:
-    require(found.dtype == like.dtype, where, found.dtype, f"{like.dtype}, as in the model")
-    # How many slots a cache has depends on what it has seen.
-    free = name.endswith(tuple(f".{field}" for field in KVCache._fields[:2]))
-    fixed = 2 if free else 1
+def _is_cached(name: str) -> bool:
+    """Whether it is the keys or the values of attention, whose slots and dtype depend on the tokens seen."""
+    return name.endswith(tuple(f".{field}" for field in KVCache._fields[:2]))
+
+
+def _check(where: str, found: Tensor, like: Tensor, rows: int, cached: bool) -> None:
+    made_under_autocast = cached and found.dtype in (torch.bfloat16, torch.float16)
+    right = found.dtype == like.dtype or made_under_autocast
+    require(right, where, found.dtype, f"{like.dtype}, as in the model")
+    fixed = 2 if cached else 1
     shape = (rows, *found.shape[1:fixed], *like.shape[fixed:])
     require(tuple(found.shape) == shape, where, ("shape", found), shape)

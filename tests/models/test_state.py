@@ -159,6 +159,22 @@ def test_bf16_states_come_back_as_they_are(tmp_path: Path) -> None:
         load_state(tmp_path / "s", wide)
 
 
+def test_a_state_made_under_autocast_comes_back_and_goes_on(tmp_path: Path) -> None:
+    model = LanguageModel(EVERYTHING)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = prefill(model, prompts(*RAGGED)).state
+        save_state(state, tmp_path / "s")
+        loaded = load_state(tmp_path / "s", model)
+        assert torch.bfloat16 in {x.dtype for x in loaded.tensors()}
+        assert same(loaded, state)
+        assert torch.equal(next_logits(model, loaded), next_logits(model, state))
+    spoil(tmp_path / "s", lambda t, _: t.update({n: t[n].half() for n in t if "values" in n}))
+    with pytest.raises(
+        ValueError, match=r"values: got torch\.float16, expected torch\.bfloat16, as"
+    ):
+        load_state(tmp_path / "s", model)
+
+
 def spoil(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], object]) -> None:
     """Write a state file again with something changed."""
     tensors, metadata = read_tensors(path, CPU), read_header(path).metadata
