@@ -169,7 +169,7 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         if cache is not None and before is not None:
             seen = before.state.seen + layout.lengths
             state = ModelState(tuple(layers), seen, before.state.config)
-            cache.advance(Moment(state, layout.last(x, before.last)), inputs)
+            cache.advance(Moment(state, layout.last(x, before.last).clone()), inputs)
         kept = tuple(map(layout.unpack, [*hidden_states, x])) if keep else None
         return Encoded(x, layout, cache, kept)
 

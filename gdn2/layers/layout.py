@@ -20,6 +20,7 @@ from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
 
 _INTEGERS = (torch.int32, torch.int64)
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Layout:
     @classmethod
     def from_positions(cls, position_ids: Tensor) -> "Layout":
         """A sequence begins with each row of position_ids [batch, length] and wherever the count does not go on."""
-        _check_table("position_ids", position_ids, position_ids.dtype in _INTEGERS, "integers")
+        _check_table("position_ids", position_ids, _INTEGERS, "integers")
         batch, length = position_ids.shape
         require(batch * length > 0, "position_ids", ("shape", position_ids), "at least one token")
         begins = torch.ones_like(position_ids, dtype=torch.bool)
@@ -64,7 +65,7 @@ class Layout:
     @classmethod
     def from_mask(cls, mask: Tensor) -> "Layout":
         """Tokens are where the mask [batch, length] is nonzero: a stretch of each row, padded left, right or both."""
-        _check_table("mask", mask, not mask.is_floating_point(), "bool or integers")
+        _check_table("mask", mask, _MASKS, "bool or integers")
         batch, length = mask.shape
         real = mask != 0
         if bool(real.all()):
@@ -109,7 +110,7 @@ class Layout:
         return flat.unflatten(0, (self.batch, self.length))
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """Each sequence's last token of packed x, or its row of `before` [rows, …] where it has none."""
+        """Each sequence's last token of packed x, or its row of `before` [rows, …] where it has none; may be a view."""
         if self.cu_seqlens is None:
             return x[:, -1] if self.length else before
         if x.shape[1] == 0:
@@ -162,6 +163,7 @@ def _kept() -> AbstractContextManager[None]:
     return torch.inference_mode(False) if inferring else nullcontext()
 
 
-def _check_table(name: str, x: Tensor, fits: bool, kind: str) -> None:
-    require(fits, name, x.dtype, kind)
+def _check_table(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], kind: str) -> None:
+    require(isinstance(x, Tensor), name, type(x).__name__, "a tensor")
+    require(x.dtype in dtypes, name, x.dtype, kind)
     require(x.ndim == 2, name, ("shape", x), "[batch, length]")

@@ -83,9 +83,11 @@ class Mamba3Mixer(nn.Module):
         if state is None:
             return y, None
         value, turned = layout.last(v, state.value), layout.last(theta, state.angle)
-        pairs = zip(state, (carried.S, carried.k, value, turned), strict=True)
         if inplace and layout.is_step:
+            pairs = zip(state, (carried.S, carried.k, value, turned), strict=True)
             return y, Mamba3State(*(old.copy_(new) for old, new in pairs))
+        own = value.clone(), turned.clone()  # views would hold all tokens, or be the state before
+        pairs = zip(state, (carried.S, carried.k, *own), strict=True)
         return y, Mamba3State(*(new.to(old.dtype) for old, new in pairs))  # whatever autocast made
 
     def new_state(self, rows: int, capacity: int = 0) -> Mamba3State:

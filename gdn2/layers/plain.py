@@ -38,9 +38,12 @@ def from_plain(cls: type[C], data: Any, path: str = "") -> C:
 
 
 def check_types(config: Any) -> None:
-    """Raise ValueError unless every field of a config dataclass is what its annotation says."""
+    """Raise ValueError unless every field of a config dataclass is what its annotation says, or a file's way to say it.
+
+    Tables and lists become the configs and tuples they stand for.
+    """
     for name, kind in get_type_hints(type(config)).items():
-        _read(getattr(config, name), kind, name)
+        object.__setattr__(config, name, _read(getattr(config, name), kind, name))  # may be frozen
 
 
 def nearest(name: str, known: Collection[str]) -> str:

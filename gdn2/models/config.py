@@ -43,7 +43,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        object.__setattr__(self, "cell", tuple(self.cell))  # a list would be no key of a dict
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("rms_norm_eps", "initializer_range"):

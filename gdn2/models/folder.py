@@ -79,6 +79,8 @@ def load_model(
     folder = standing(Path(path))
     config = load_config(folder)
     where = torch.get_default_device() if device is None else torch.device(device)
+    here = where.type != "meta" and (where.type != "cuda" or torch.cuda.is_available())
+    require(here, "device", where, "one that is here and holds values")
     with torch.device("meta"):
         model = LanguageModel(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

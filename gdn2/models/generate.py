@@ -14,7 +14,7 @@ from gdn2.models.prefix_cache import PrefixCache
 from gdn2.models.sampling import Draws, Sampling, sample
 from gdn2.models.state import ModelState
 from gdn2.models.text import Decode, TextStream
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import require, whole
 
 End = Literal["stop", "length"]
 
@@ -28,7 +28,12 @@ class Stop:
     strings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        whole("max_tokens", self.max_tokens)
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        listed = isinstance(self.ids, Iterable)
+        require(listed, "ids", repr(self.ids), "a list of token ids")
+        for token in self.ids:
+            whole("ids", token)
         listed = not isinstance(self.strings, str)
         require(listed, "strings", repr(self.strings), "a list of strings")
         require("" not in self.strings, "strings", "an empty one", "at least one character each")
@@ -142,8 +147,7 @@ def go_on(
     sampling, stop = options.get("sampling", Sampling()), options.get("stop", Stop())
     seed, decode = options.get("seed", 0), options.get("decode")
     rows, vocabulary = ready.logits.shape
-    seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
-    require(len(seeds) == rows, "seed", f"{len(seeds)} numbers", f"{rows}, one per row")
+    seeds = _read_seeds(seed, rows)
     require(not stop.strings or decode is not None, "decode", None, "a function for stop.strings")
     for token in stop.ids:
         require(0 <= token < vocabulary, "stop.ids", token, f"0 to {vocabulary - 1}")
@@ -153,11 +157,20 @@ def go_on(
     draws = Draws.start(seeds, sampling, vocabulary, history or (), ready.logits.device)
     first = sample(ready.logits, sampling, draws)
     # Steps overwrite the state: a copy, since others may hold it, with room for what full attention will add.
-    state = model.reserve(ready.state.clone(), stop.max_tokens)
+    state = model.reserve(ready.state, stop.max_tokens)
     steps = options.get("steps") or Steps(model)
     batch = Batch(steps, Decoding(first, state, draws), sampling)
     texts = [TextStream(decode, stop.strings) if decode else None for _ in range(rows)]
     return _events(batch, texts, stop)
+
+
+def _read_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """One of each row."""
+    if not isinstance(seed, Iterable) or (isinstance(seed, Tensor) and seed.ndim == 0):
+        return [whole("seed", seed) + row for row in range(rows)]
+    seeds = [whole("seed", each) for each in seed]
+    require(len(seeds) == rows, "seed", f"{len(seeds)} numbers", f"{rows}, one per row")
+    return seeds
 
 
 def _check_options(model: LanguageModel, options: Options, known: Iterable[str]) -> None:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from gdn2.layers.attention import AttentionMixer
+from gdn2.layers.bare import is_bare
 from gdn2.layers.config import MixerConfig
 from gdn2.layers.layout import Layout
 from gdn2.layers.mixers import Mixer, MixerState, build_mixer
@@ -19,7 +21,7 @@ from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
 from gdn2.models.param_groups import param_groups
 from gdn2.models.state import ModelState
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import DTYPES, require, state_dtype
 from gdn2.ops.kv_cache import KVCache
 from gdn2.ops.linear import linear
 from gdn2.ops.loss import linear_cross_entropy
@@ -113,9 +115,8 @@ class LanguageModel(nn.Module):
         with torch.no_grad() if inplace else nullcontext():
             hidden, state, layout = self._encode(ids, state, layout, inplace)
             if targets is None:
-                return Output(layout.unpack(linear(hidden, self.head_weight)), None, state)
-            loss = linear_cross_entropy(hidden, self.head_weight, layout.pack(targets))
-            return Output(None, loss, state)
+                return Output(layout.unpack(self._logits(hidden)), None, state)
+            return Output(None, self._loss(hidden, layout.pack(targets)), state)
 
     def next_token_logits(
         self,
@@ -129,24 +130,29 @@ class LanguageModel(nn.Module):
         with torch.no_grad() if inplace else nullcontext():
             hidden, state, layout = self._encode(ids, state, layout, inplace)
             nothing = hidden.new_full((layout.rows, hidden.shape[-1]), torch.nan)
-            return linear(layout.last(hidden, nothing), self.head_weight), state
+            return self._logits(layout.last(hidden, nothing)), state
 
     def new_state(self, rows: int, capacity: int = 0) -> ModelState:
         """The state of `rows` sequences before their first tokens; caches get room for `capacity` tokens at once."""
-        require(rows >= 0, "rows", rows, "at least 0")
+        for name, number in (("rows", rows), ("capacity", capacity)):
+            require(number >= 0, name, number, "at least 0")
         states = tuple(mixer.new_state(rows, capacity) for mixer in self.mixers)
         seen = torch.zeros(rows, dtype=torch.int64, device=self.embedding.weight.device)
         return ModelState(states, seen, self._digest)
 
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
-        """Room for `tokens` more in the caches of attention, which steps in place cannot make."""
-        layers = list(state.layers)
-        for i, mixer, cache in self._caches(state):
-            layers[i] = mixer.reserve(cache, tokens)
-        return replace(state, layers=tuple(layers))
+        """A copy with room for `tokens` more in the caches of attention, which steps in place cannot make."""
+        require(tokens >= 0, "tokens", tokens, "at least 0")
+        room = {i: mixer.reserve(cache, tokens) for i, mixer, cache in self._caches(state)}
+        layers = (
+            room[i] if i in room else type(layer)(*map(torch.clone, layer))
+            for i, layer in enumerate(state.layers)
+        )
+        return replace(state, layers=tuple(layers), seen=state.seen.clone())
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
         """Weights in `dtype`, but fp32 for decays and step sizes, whose rounding would add up over the tokens."""
+        require(dtype in DTYPES, "dtype", repr(dtype), f"one of {', '.join(map(str, DTYPES))}")
         wide = torch.promote_types(dtype, torch.float32)
         for name, parameter in self.named_parameters():
             exact = name.endswith(("decay_log_rate", "decay_bias", "step_bias"))
@@ -174,6 +180,21 @@ class LanguageModel(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.config.tie_word_embeddings else self.head.weight
+
+    @property
+    def _head_is_called(self) -> bool:
+        """Whether it is more than its weight: an adapter, or one with hooks."""
+        return not self.config.tie_word_embeddings and not is_bare(self.head, nn.Linear)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden) if self._head_is_called else linear(hidden, self.head_weight)
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if not self._head_is_called:
+            return linear_cross_entropy(hidden, self.head_weight, targets)
+        logits = self.head(hidden).flatten(0, 1)
+        total = cross_entropy(logits.to(state_dtype(logits)), targets.flatten(), reduction="sum")
+        return total / (targets != -100).sum().clamp(min=1)
 
     def _encode(
         self, ids: Tensor, state: ModelState | None, layout: Layout | None, inplace: bool

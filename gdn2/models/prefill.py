@@ -31,8 +31,10 @@ class Prefilled(NamedTuple):
 
 def read_prompts(prompts: Prompts, vocabulary: int) -> list[Tensor]:
     """Each prompt as a tensor [length] on the CPU, checked."""
+    listed = isinstance(prompts, Tensor | Sequence) and not isinstance(prompts, str)
+    require(listed, "prompts", repr(prompts), "a list of token ids for each")
     require(len(prompts) > 0, "prompts", "none", "at least one")
-    rows = [torch.as_tensor(prompt).cpu() for prompt in prompts]
+    rows = [_read_prompt(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     for i, row in enumerate(rows):
         name = f"prompts[{i}]"
         require(row.ndim == 1, name, ("shape", row), "[length]")
@@ -42,6 +44,13 @@ def read_prompts(prompts: Prompts, vocabulary: int) -> list[Tensor]:
         for token in (int(row.min()), int(row.max())):
             require(0 <= token < vocabulary, name, f"token {token}", f"0 to {vocabulary - 1}")
     return [row.long() for row in rows]
+
+
+def _read_prompt(name: str, prompt: Sequence[int] | Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError):  # no numbers, or too large ones
+        raise ValueError(f"{name}: got {prompt!r}, expected token ids") from None
 
 
 @torch.no_grad()

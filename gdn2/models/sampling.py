@@ -7,12 +7,13 @@ the batch, nor the device, nor what ran before can change them.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import require, whole
 
 # splitmix64, its constants as int64, whose products wrap
 STEP = -7046029254386353131
@@ -32,6 +33,11 @@ class Sampling:
     min_p: float = 0.0  # tokens at least this likely, relative to the likeliest
 
     def __post_init__(self) -> None:
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            require(isinstance(value, Real), name, repr(value), "a number")
+        if self.top_k is not None:
+            whole("top_k", self.top_k)
         above_zero = 0 < self.repetition_penalty < math.inf
         require(above_zero, "repetition_penalty", self.repetition_penalty, "more than 0")
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0")

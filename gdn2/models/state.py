@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gdn2.layers.mixers import MixerState
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import require, whole
 from gdn2.ops.kv_cache import KVCache
 
 
@@ -67,7 +67,7 @@ class ModelState:
         """Copies of these rows, in this order."""
         wanted = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         for row in wanted:
-            fits = type(row) is not bool and 0 <= row < self.rows
+            fits = type(row) is not bool and 0 <= whole("rows", row) < self.rows
             require(fits, "rows", row, f"numbers from 0 to {self.rows - 1}")
         index = torch.tensor(wanted, dtype=torch.int64, device=self.seen.device)
         return self.map(lambda x: x.index_select(0, index))

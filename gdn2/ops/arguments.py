@@ -1,6 +1,8 @@
 """Checks of the operator's arguments: each mistake is one line that names the argument, its value and what fits."""
 
+import operator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ def check_operands(
         require(x.dtype == q.dtype, name, x.dtype, f"q's dtype {q.dtype}")
     for name, gate in {"g": g, "b": b, "w": w}.items():
         fits = gate is None or gate.dtype in (q.dtype, torch.float32)
-        require(fits, name, None if gate is None else gate.dtype, f"{q.dtype} or torch.float32")
+        also = "" if q.dtype == torch.float32 else " or torch.float32"
+        require(fits, name, None if gate is None else gate.dtype, f"{q.dtype}{also}")
     check_widths(q, k, v, g, b, w)
 
 
@@ -92,10 +95,22 @@ def check_decay(g: Tensor) -> None:
 
 def check_no_tangents(name: str, instead: str, *operands: Tensor | None) -> None:
     """Refuse forward-mode differentiation, whose tangents operators of our own would drop without a word."""
-    if not torch.compiler.is_compiling():
-        carried = any(x is not None and unpack_dual(x).tangent is not None for x in operands)
-        expected = f"none: {instead} has the forward-mode derivative"
-        require(not carried, name, "operands with tangents", expected)
+    carried = any(x is not None and has_tangent(x) for x in operands)
+    expected = f"none: {instead} has the forward-mode derivative"
+    require(not carried, name, "operands with tangents", expected)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether x is differentiated in forward mode; a compiler does not ask."""
+    return not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None
+
+
+def whole(name: str, value: Any) -> int:
+    """Return an integer of any library as Python's own."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: got {value!r}, expected an integer") from None
 
 
 Said = object | tuple[str, Tensor]  # words, or words and the tensor whose shape ends them

@@ -37,9 +37,10 @@ def attention(
     d**-0.5 unless given. `cu_seqlens` packs sequences in a batch of one; the cache then has one row per sequence, ready
     to go on as a batch.
 
-    Any split of a sequence into calls that hand on the cache equals one whole call. The cache grows with each call, for
-    a window up to its size, unless `inplace` writes into the slots that `KVCache.reserve` made. Overfilling those is a
-    ValueError; where looking would stall each step, or a graph is captured, the rows concerned turn to NaN.
+    Any split of a sequence into calls that hand on the cache equals one whole call. The cache grows where it may
+    lack room, for a window up to its size, unless `inplace` writes into the slots that `KVCache.reserve` made.
+    Overfilling those is a ValueError; where looking would stall each step, or a graph is captured, the rows concerned
+    turn to NaN.
 
     `backend` "sdpa" runs anywhere; "flex", FlexAttention compiled, needs CUDA and no incoming cache. "auto" chooses it
     wherever it spares a mask, for packed sequences only where there may be gradients: inference meets ever new shapes,
@@ -107,20 +108,33 @@ def may_overflow(cache: KVCache, window: int | None) -> bool:
 
 def _room(cache: KVCache, added: int | Tensor, window: int | None) -> int:
     """Return how many more slots to make: for a step of a batch all of the window, since more will follow."""
+    is_step = isinstance(added, int) and added == 1
+    stalls = cache.capacity == 0 or (is_step and cache.seen.is_cuda)  # or nothing to be found
+    if window is None and not stalls and _may_look(cache):
+        return max(_needed(cache, added) - cache.capacity, 0)
     most = added if isinstance(added, int) else int(added.max()) if len(added) else 0
     if window is None:
         return most
-    is_step = isinstance(added, int) and added == 1
     return window - cache.capacity if is_step else min(window - cache.capacity, most)
+
+
+def _may_look(cache: KVCache) -> bool:
+    """Whether the tokens of rows can be known, if at the cost of waiting for them."""
+    captured = cache.seen.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (is_compiling() or captured or cache.seen.is_meta)
+
+
+def _needed(cache: KVCache, added: int | Tensor) -> int:
+    """Return the slots of full attention after so many more tokens."""
+    return int((cache.seen + added).max()) if len(cache.seen) else 0
 
 
 def check_room(cache: KVCache, added: int | Tensor, window: int | None) -> None:
     """Refuse to overfill a cache in place, where looking does not stall each step."""
-    seen = cache.seen
-    stalls = window is None and isinstance(added, int) and seen.is_cuda
-    if stalls or is_compiling() or (seen.is_cuda and torch.cuda.is_current_stream_capturing()):
+    stalls = window is None and isinstance(added, int) and cache.seen.is_cuda
+    if stalls or not _may_look(cache):
         return
-    needed = int((seen + added).max()) if len(seen) else 0
+    needed = _needed(cache, added)
     if needed > cache.capacity:
         raise ValueError(
             f"cache has capacity {cache.capacity}, expected at least "
@@ -265,8 +279,8 @@ def _check(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch, length, q.device)
         rows = cu_seqlens.shape[0] - 1
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, expected None or at least 1")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window is {window}, expected None or an integer of at least 1")
     operands = {"k": (k, batch, length), "v": (v, batch, length)}
     if cache is not None:
         capacity = cache.capacity if window is None else min(cache.capacity, window)

@@ -60,8 +60,11 @@ def short_convolution(
         last = stream[0, ends]
     if l2_width is not None:
         y = l2_normalize(y.unflatten(-1, (-1, l2_width))).flatten(-2)
-    final_state = last.mT.to(state.dtype).contiguous() if output_final_state else None
-    return y.to(x.dtype), final_state
+    if not output_final_state:
+        return y.to(x.dtype), None
+    # A copy always: a view would hold all tokens.
+    own = last.mT.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
+    return y.to(x.dtype), own
 
 
 def short_convolution_step(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gdn2.ops.arguments import require
 from gdn2.ops.packing import positions, sequence_ids
 
 
@@ -33,6 +34,7 @@ class KVCache(NamedTuple):
 
     def reserve(self, tokens: int) -> "KVCache":
         """Return a copy with `tokens` more slots, which would tear a ring that has gone round."""
+        require(tokens >= 0, "tokens", tokens, "at least 0")
         room = (0, 0, 0, 0, 0, tokens)
         return KVCache(pad(self.keys, room), pad(self.values, room), self.seen.clone())
 

@@ -41,7 +41,8 @@ def linear_cross_entropy(
     _check(hidden, weight, targets, reduction, chunk_tokens)
     check_no_tangents("linear_cross_entropy", "torch's cross_entropy", hidden, weight)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+    cast = not hidden.is_meta and torch.is_autocast_enabled(device)
+    if cast and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     logits = CPU_CHUNK if device == "cpu" else CHUNK
     chunk = chunk_tokens or max(1, logits // weight.shape[0])

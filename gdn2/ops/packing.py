@@ -31,6 +31,8 @@ def check_cu_seqlens(
     cu_seqlens: Tensor, batch: int, length: int, device: torch.device | None = None
 ) -> None:
     """Raise ValueError unless cu_seqlens packs `length` tokens of a batch of one."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens is {cu_seqlens!r}, expected a tensor")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, "

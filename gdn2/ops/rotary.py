@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn2.ops.arguments import has_tangent
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -129,16 +130,23 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
+def cosine_and_sine(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both of each angle."""
+    if has_tangent(theta):  # which an operator would drop
+        return theta.cos(), theta.sin()
+    cos, sin = _cosine_and_sine(theta)
+    return cos, sin
+
+
 # An operator of its own: in the open a compiler would compute both, and reduce the angle in fp64, again for every
 # channel of every rank that they turn.
 @torch.library.custom_op("gdn2::cosine_and_sine", mutates_args=())
-def cosine_and_sine(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both of each angle."""
+def _cosine_and_sine(theta: Tensor) -> tuple[Tensor, Tensor]:
     theta = theta.contiguous()
     return theta.cos(), theta.sin()
 
 
-@cosine_and_sine.register_fake
+@_cosine_and_sine.register_fake
 def _(theta: Tensor) -> tuple[Tensor, Tensor]:
     return theta.new_empty(theta.shape), theta.new_empty(theta.shape)
 
@@ -152,7 +160,7 @@ def _backward(ctx: Any, d_cos: Tensor, d_sin: Tensor) -> Tensor:
     return d_sin * cos - d_cos * sin
 
 
-cosine_and_sine.register_autograd(_backward, setup_context=_save)
+_cosine_and_sine.register_autograd(_backward, setup_context=_save)
 
 
 def _wide_enough(dtype: torch.dtype) -> torch.dtype:

@@ -64,7 +64,8 @@ def gated_delta_rule(
             kernels take tf32, or two bf16 a number, for operands of half precision, whose own rounding is larger.
     """
     check_operands(q, k, v, g, b, w)
-    require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
+    fits = type(chunk_size) is int and chunk_size in CHUNK_SIZES  # 64.0 is in there, too
+    require(fits, "chunk_size", chunk_size, f"one of {CHUNK_SIZES}")
     known = solve_precision in SOLVE_PRECISIONS
     require(known, "solve_precision", repr(solve_precision), f"one of {SOLVE_PRECISIONS}")
     backend = choose(backend, q.device, q.dtype)

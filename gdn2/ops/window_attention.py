@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn2.ops.arguments import check_no_tangents
 from gdn2.ops.backends import why_not
 from gdn2.ops.cuda import band
 
@@ -47,6 +48,7 @@ def on_hopper(device: torch.device) -> bool:
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Return attention of q, k and v [batch, length, heads, d], where the window divides the length."""
+    check_no_tangents("window_attention", "backend='sdpa' with torch's MATH kernel", q, k, v)
     y: Tensor = _attend(q, k, v, window, scale)[0]
     return y
 

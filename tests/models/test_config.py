@@ -39,6 +39,16 @@ def test_defaults_may_be_left_out() -> None:
     )
 
 
+def test_a_cell_may_be_written_as_in_a_file() -> None:
+    data = {"hidden_size": 8, "intermediate_size": 9, "num_hidden_layers": 2}
+    config = ModelConfig(**data, cell=[{"type": "delta", "num_heads": 2}])  # type: ignore[arg-type]
+    assert config.cell == (DeltaConfig(num_heads=2),)
+    with pytest.raises(
+        ValueError, match=r"^cell\[0\]\.num_headz: unknown name, expected num_heads"
+    ):
+        ModelConfig(**data, cell=[{"type": "delta", "num_headz": 2}])  # type: ignore[arg-type]
+
+
 def test_layer_types_are_hugging_faces() -> None:
     expected = ["linear_attention"] * 12 + ["full_attention", "sliding_attention"]
     assert CONFIG.layer_types == expected * 2

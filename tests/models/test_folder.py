@@ -263,6 +263,12 @@ def test_what_is_wrong_is_said(
     assert "\n" not in str(caught.value)
 
 
+def test_devices_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    save_model(LanguageModel(SMALL), tmp_path / "m")
+    with pytest.raises(ValueError, match=r"^device: got meta, expected one that is here and holds"):
+        load_model(tmp_path / "m", device="meta")
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_model(LanguageModel(SMALL), tmp_path / "m", shard_bytes=4000)
     first = sorted((tmp_path / "m").glob("model-00001*"))[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -300,10 +301,24 @@ def test_graphs_are_captured_once_per_batch_size(
     assert len(steps._graphs) == 1
 
 
+loose: Any = generate  # takes what types forbid
+loose_stop: Any = Stop
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda m: generate(m, []), r"^prompts: got none, expected at least one$"),
+        (
+            lambda m: loose(m, "hi"),
+            r"^prompts: got 'hi', expected a list of token ids for each$",
+        ),
+        (lambda m: loose(m, ["hi"]), r"^prompts\[0\]: got 'hi', expected token ids$"),
+        (lambda m: loose(m, [[1]], seed=1.5), r"^seed: got 1\.5, expected an integer$"),
+        (lambda m: loose(m, [[1]], seed=[1.5]), r"^seed: got 1\.5, expected an integer$"),
+        (lambda m: loose_stop(max_tokens=2.5), r"^max_tokens: got 2\.5, expected an integer$"),
+        (lambda m: loose_stop(ids=5), r"^ids: got 5, expected a list of token ids$"),
+        (lambda m: loose_stop(ids=[1.5]), r"^ids: got 1\.5, expected an integer$"),
         (lambda m: generate(m, [[1], []]), r"^prompts\[1\]: got no tokens, expected at least one$"),
         (lambda m: generate(m, [[1, 23]]), r"^prompts\[0\]: got token 23, expected 0 to 22$"),
         (lambda m: generate(m, [[1], [-1]]), r"^prompts\[1\]: got token -1, expected 0 to 22$"),
@@ -388,3 +403,10 @@ def test_a_penalty_needs_to_know_what_a_state_has_seen() -> None:
         ValueError, match=r"repetition_penalty: got 2\.0 beside a state, expected 1"
     ):
         generate(model, [[1]], state=ready.state, sampling=Sampling(repetition_penalty=2.0))
+
+
+def test_seeds_of_any_library_are_the_same() -> None:
+    model, prompts = make(), [[1, 2], [3]]
+    expected = generate(model, prompts, seed=[5, 6], stop=Stop(max_tokens=4))
+    for seed in (5, np.int64(5), torch.tensor(5), torch.tensor([5, 6]), np.array([5, 6])):
+        assert loose(model, prompts, seed=seed, stop=Stop(max_tokens=4)) == expected

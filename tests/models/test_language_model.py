@@ -296,6 +296,23 @@ def test_norms_with_hooks_or_adapters_are_called() -> None:
     assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
 
 
+def test_a_head_with_hooks_or_adapters_is_called() -> None:
+    model, ids, targets = make(config(DELTA)), tokens(2, 9), tokens(2, 9, seed=1)
+    targets[0, :4] = -100
+    plain, loss = logits_of(model, ids), model(ids, targets=targets).loss
+    seen: list[nn.Module] = []
+    hook = model.head.register_forward_hook(lambda head, *_: seen.append(head))
+    assert_close("logits", logits_of(model, ids), plain, EXACT)
+    assert_close("loss", model(ids, targets=targets).loss, loss, EXACT)
+    assert seen == [model.head] * 2
+    hook.remove()
+    model.head = Doubling(model.head)  # type: ignore[assignment]
+    assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
+    expected = nn.functional.cross_entropy(2 * plain.flatten(0, 1), targets.flatten())
+    assert_close("loss", model(ids, targets=targets).loss, expected, EXACT)
+    assert model(ids, targets=torch.full_like(targets, -100)).loss == 0
+
+
 def test_compiles_to_one_graph() -> None:
     model, ids = make(config(DELTA, MIXERS["window"], layers=2)), tokens(2, 9)
     targets = tokens(2, 9, seed=1)
@@ -337,6 +354,7 @@ def test_meta_tensors_pass_through() -> None:
     with torch.device("meta"):
         model, ids = LanguageModel(config(DELTA, MIXERS["window"])), torch.zeros(2, 9).long()
         logits, _, state = model(ids, model.new_state(2))
+        assert model(ids, targets=ids).loss.shape == ()
     assert logits.shape == (2, 9, VOCABULARY)
     assert state.layers[0].memory.shape == (2, 6, 5, 4)
 
@@ -362,6 +380,7 @@ def test_names_at_the_top() -> None:
 
 
 SMALL = config(DELTA)
+loose: Any = Layout  # takes what types forbid
 
 
 def other_rows(model: LanguageModel) -> ModelState:
@@ -389,6 +408,14 @@ def other_rows(model: LanguageModel) -> ModelState:
             r"^layout: got device cpu, expected ids' device meta$",
         ),
         (lambda m: m.new_state(-1), r"^rows: got -1, expected at least 0$"),
+        (lambda m: m.cast(torch.int8), r"^dtype: got torch\.int8, expected one of torch\.float64,"),
+        (lambda m: m.cast("bfloat16"), r"^dtype: got 'bfloat16', expected one of torch\.float64,"),
+        (lambda m: loose.packed([0, 4], 4), r"^cu_seqlens is \[0, 4\], expected a tensor$"),
+        (lambda m: loose.from_mask([[1]]), r"^mask: got list, expected a tensor$"),
+        (
+            lambda m: Layout.from_positions(torch.zeros(1, 2)),
+            r"^position_ids: got torch\.float32, expected integers$",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call: Callable[[LanguageModel], object], message: str) -> None:

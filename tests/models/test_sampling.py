@@ -173,11 +173,16 @@ def test_impossible_tokens_are_never_chosen() -> None:
         assert choose(p, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
 
 
+loose: Any = Sampling  # takes what types forbid
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Sampling(temperature=-0.1), r"^temperature: got -0\.1, expected at least 0$"),
         (lambda: Sampling(temperature=math.nan), r"^temperature: got nan, expected at least 0$"),
+        (lambda: loose(temperature="a"), r"^temperature: got 'a', expected a number$"),
+        (lambda: loose(top_k=2.5), r"^top_k: got 2\.5, expected an integer$"),
         (lambda: Sampling(top_k=0), r"^top_k: got 0, expected None or at least 1$"),
         (lambda: Sampling(top_p=0.0), r"^top_p: got 0\.0, expected more than 0 and at most 1$"),
         (lambda: Sampling(top_p=1.1), r"^top_p: got 1\.1, expected more than 0 and at most 1$"),

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gdn2.layers.layout import Layout
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_header, read_tensors
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import prefill
 from gdn2.models.state import ModelState
 from gdn2.models.state_file import load_state, save_state
+from gdn2.ops.kv_cache import KVCache
 from tests.closeness import assert_close
 from tests.layers.cases import DELTA, MIXERS
 from tests.models.cases import EVERYTHING, config, make, tokens
@@ -38,6 +40,12 @@ def prompts(*lengths: int) -> list[Tensor]:
 
 def reached(model: LanguageModel, *lengths: int) -> ModelState:
     return prefill(model, prompts(*lengths)).state
+
+
+def storages(state: ModelState) -> dict[int, int]:
+    """The bytes of each piece of memory that the state keeps alive, by its address."""
+    held = [x.untyped_storage() for x in state.tensors()]
+    return {memory.data_ptr(): memory.nbytes() for memory in held if memory.nbytes()}
 
 
 def next_logits(model: LanguageModel, state: ModelState, seed: int = 9) -> Tensor:
@@ -123,6 +131,51 @@ def test_recurrent_states_keep_their_size() -> None:
     with torch.device("meta"):  # a million tokens have the shapes of none
         far = LanguageModel(RECURRENT).new_state(2, 1 << 20)
     assert far.nbytes == start
+
+
+def test_a_state_keeps_nothing_else_alive(model: LanguageModel) -> None:
+    for layout in (None, Layout.packed(torch.tensor([0, 300]), 300)):
+        with torch.no_grad():
+            state = model(tokens(1, 300), model.new_state(1), layout).state
+        assert sum(storages(state).values()) == state.nbytes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_tokens_give_a_state_of_its_own(model: LanguageModel, packed: bool) -> None:
+    layout = Layout.packed(torch.tensor([0, 0, 0]), 0) if packed else None
+    with torch.no_grad():
+        before = model(tokens(2, 5), model.new_state(2)).state
+        after = model(tokens(1 if packed else 2, 0), before, layout).state
+    assert same(after, before)
+    assert not storages(after).keys() & storages(before).keys()
+
+
+def test_a_state_with_room_is_a_copy(model: LanguageModel) -> None:
+    state = reached(model, *RAGGED)
+    kept, expected = state.clone(), next_logits(model, state)
+    roomy = model.reserve(state, 2)
+    with torch.no_grad():
+        for seed in (9, 8):
+            ids = tokens(1, 1, seed=seed).expand(3, 1)
+            model(ids, roomy, inplace=True)
+    assert same(state, kept)
+    assert torch.equal(next_logits(model, state), expected)
+
+
+def test_room_is_used_before_more_is_made(model: LanguageModel) -> None:
+    with torch.no_grad():
+        state, whole = model.new_state(2, 12), model.new_state(2)
+        for ids in tokens(2, 12).split([5, 1, 6], 1):
+            state = model(ids, state).state
+        expected = model(tokens(2, 12), whole).state
+    assert [x.shape for x in state.tensors()] == [x.shape for x in expected.tensors()]
+    logits = next_logits(model, expected)
+    assert_close("logits", next_logits(model, state), logits, EXACT)
+    with torch.no_grad():  # the shorter row has room left
+        uneven = prefill(model, prompts(4, 9)).state
+        layout = Layout.packed(torch.tensor([0, 5, 6]), 6)
+        after = model(tokens(1, 6), uneven, layout).state
+    assert [c.capacity for c in after.layers if isinstance(c, KVCache)] == [10, 5]
 
 
 def test_windows_bound_the_state_and_full_attention_grows() -> None:
@@ -239,6 +292,9 @@ def other(rows: int = 2) -> ModelState:
             lambda m: m.new_state(2).select(torch.tensor([True, False])),
             r"^rows: got True, expected numbers from 0 to 1$",
         ),
+        (lambda m: m.new_state(2).select([0.5]), r"^rows: got 0\.5, expected an integer$"),
+        (lambda m: m.reserve(m.new_state(2), -3), r"^tokens: got -3, expected at least 0$"),
+        (lambda m: m.new_state(2, -3), r"^capacity: got -3, expected at least 0$"),
         (lambda m: m.new_state(2).fork(0), r"^copies: got 0, expected at least 1$"),
         (lambda m: ModelState.join([]), r"^states: got none, expected at least one$"),
         (lambda m: ModelState.join([m.new_state(1), other()]), r"^state: got one of model"),

@@ -339,6 +339,14 @@ def test_bad_starts_are_named() -> None:
 def test_a_compiler_is_told_what_cosine_and_sine_are() -> None:
     theta = torch.rand(3, 4, dtype=torch.float64)
     for given in (theta, theta.t(), theta[:1].expand(3, 4)):
-        opcheck(cosine_and_sine, (given,))
+        opcheck(torch.ops.gdn2.cosine_and_sine, (given,))
     leaf = theta.requires_grad_()
     assert gradcheck(cosine_and_sine, (leaf,))
+
+
+def test_tangents_of_angles_are_those_of_sine_and_cosine() -> None:
+    x, theta = torch.rand(5, 6, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
+    found = torch.func.jvp(lambda angle: rotate_pairs(x, angle), (theta,), (theta,))[1]
+    step = 1e-6
+    ends = [rotate_pairs(x, theta * (1 + sign * step)) for sign in (1, -1)]
+    assert_close("tangent", found, (ends[0] - ends[1]) / (2 * step), 1e-8)

@@ -236,6 +236,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "initial_state: got device meta, expected q's device cpu",
     ),
     # options
+    ({"chunk_size": 64.0}, r"chunk_size: got 64\.0, expected one of \(16, 32, 64, 128\)"),
     ({"chunk_size": 48}, r"chunk_size: got 48, expected one of \(16, 32, 64, 128\)"),
     ({"solve_precision": "fp8"}, r"solve_precision: got 'fp8', expected one of \('ieee', 'tf32'\)"),
     ({"backend": "cuda"}, "backend: got 'cuda', expected one of auto, triton, torch, reference"),

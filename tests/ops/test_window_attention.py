@@ -1,8 +1,11 @@
 """Sliding windows as two triangles, against a loop over tokens."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gdn2.ops.attention import attention
 from gdn2.ops.window_attention import fits, window_attention
@@ -112,3 +115,13 @@ def test_on_a_gpu(length: int, window: int, width: int, compiled: bool) -> None:
         results.append((y, *torch.autograd.grad((y * weights).sum(), x)))
     for name, actual, expected in zip(("y", "q", "k", "v"), *results, strict=True):
         assert_close(name, actual, expected, 1e-2)
+
+
+def test_tangents_are_refused_but_by_sdpa() -> None:
+    q = operands(1, 8, kv_heads=4)[0]
+    with pytest.raises(ValueError, match="window_attention: got operands with tangents"):
+        torch.func.jvp(lambda x: attention(x, x, x, window=4)[0], (q,), (q,))
+    with sdpa_kernel(SDPBackend.MATH):
+        call = partial(attention, q, q, window=4, backend="sdpa")
+        found = torch.func.jvp(lambda x: call(x)[0], (q,), (q,))
+    assert_close("linear in v", found[1], found[0], 1e-14)
