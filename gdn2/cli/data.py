@@ -34,6 +34,9 @@ def prepare(
         int | None, typer.Option(help="Processes; by default one for each core.")
     ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens that fill a shard.")] = 2**26,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="At the end, read all shards and compare checksums.")
+    ] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Count lines without a text; do not stop at one.")
     ] = False,
@@ -46,6 +49,7 @@ def prepare(
 
     from gdn2.cli.bar import ReadingBar
     from gdn2.data.prepare import prepare as write_shards
+    from gdn2.data.shards import TokenFolder
 
     try:
         with ReadingBar(Console(stderr=True)) as bar:
@@ -66,5 +70,8 @@ def prepare(
     except KeyboardInterrupt:
         typer.echo("Ctrl-C: finished shards are kept, the same command goes on", err=True)
         raise typer.Exit(130) from None
+    if verify:
+        TokenFolder(out, verify=True)
     skipped = f", {done.skipped:,} bad lines skipped" if done.skipped else ""
-    typer.echo(f"{out}: {done.tokens:,} tokens in {done.documents:,} documents{skipped}")
+    checked = ", as their checksums say" if verify else ""
+    typer.echo(f"{out}: {done.tokens:,} tokens in {done.documents:,} documents{skipped}{checked}")

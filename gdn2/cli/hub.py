@@ -88,8 +88,13 @@ def export(
     _need_transformers()
     from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.export import export_run, find_model
+    from gdn2.training.checkpoint_files import damage
 
     source = find_model(run, step)
+    checkpoint = source.parent
+    wrong = damage(checkpoint, "model/") if checkpoint.parent.name == "checkpoints" else None
+    if wrong is not None:
+        raise ValueError(f"{checkpoint}: got {wrong}, expected a whole one; --step takes another")
     own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None
     bos, eos = (None, None) if own is None else (own.bos_id, own.eos_id)
     export_run(run, folder, step=step, bos_id=bos, eos_id=eos, results=results)

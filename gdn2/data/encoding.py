@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from typing import TypeVar
 
@@ -100,12 +101,27 @@ def _encode_ahead(
 ) -> Iterator[tuple[np.ndarray, M | None]]:
     waiting: deque[tuple[list[tuple[str, M | None]], Future[list[np.ndarray]]]] = deque()
     for batch in batches:
-        waiting.append((batch, pool.submit(_encode, [text for text, _ in batch])))
+        with _uninterrupted():
+            future = pool.submit(_encode, [text for text, _ in batch])
+        waiting.append((batch, future))
         while len(waiting) > most or (waiting and waiting[0][1].done()):
             first, future = waiting.popleft()
             yield from _joined(first, future.result())
     for batch, future in waiting:
         yield from _joined(batch, future.result())
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Processes started inside never hear of Ctrl-C, not even while they import: it is the parent's to answer."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _joined(

@@ -59,7 +59,8 @@ class Windows:
         if self._documents == "run_on":
             return Batch(ids, targets)
         begins = self._begins(starts)
-        return pack(ids, targets.masked_fill_(begins[:, 1:], IGNORED), begins[:, :-1])
+        counted = targets.masked_fill(begins[:, 1:], IGNORED)  # a copy: of one row, both are views
+        return pack(ids, counted, begins[:, :-1])
 
     def _starts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The place in the stream of the first token of each row."""

@@ -63,7 +63,11 @@ class TokenFolder:
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start … start + count − 1 of the whole stream."""
         parts = [self._tokens_of(i)[first:last] for i, first, last, _ in self._pieces(start, count)]
-        return np.concatenate([np.empty(0, self._dtype), *parts])
+        found = np.concatenate([np.empty(0, self._dtype), *parts])
+        if count and (largest := int(found.max())) >= self.vocab_size:
+            where = f"{self.path}: tokens {start} … {start + count - 1}"
+            raise ValueError(f"{where}: got id {largest}, expected at most {self.vocab_size - 1}")
+        return found
 
     def starts(self, start: int, count: int) -> np.ndarray:
         """Where documents begin among those tokens, counted from `start`; int64, ascending."""

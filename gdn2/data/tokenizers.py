@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer adds to it."""
+        """The tokens of a text that may go on: with those that the tokenizer puts before it, and none after it."""
         ...
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -139,7 +139,7 @@ class JsonTokenizer:
         return self._inner.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text).ids
+        return self._inner.encode(text).ids[: -len(self._added[1]) or None]
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
         coded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -67,7 +67,7 @@ def _read(value: Any, kind: Any, path: str) -> Any:
                 return tuple(_read(v, options[0], f"{path}[{i}]") for i, v in enumerate(value))
         case _ if isinstance(kind, type) and is_dataclass(kind):
             return value if isinstance(value, kind) else from_plain(kind, value, path)
-        case _ if configs and value is not None:
+        case _ if configs and not (value is None and NoneType in options):
             return value if type(value) in configs else _read_tagged(value, configs, path)
         case _ if origin is UnionType:
             if value is None and NoneType in options:

@@ -56,16 +56,17 @@ def publish(path: Path, checksums: dict[str, str]) -> None:
     _sync_folder(path.parent)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is what was written."""
+def damage(path: Path, part: str = "") -> str | None:
+    """What is wrong with a checkpoint, or with what lies in one folder of it; None if all is what was written."""
     try:
         expected = read_json(path / CHECKSUMS)
     except ValueError as mistake:
         return str(mistake)
     if not expected:  # every checkpoint has files
         return f"{CHECKSUMS} names no file"
+    looked_at = [name for name in expected if name.startswith(part)]
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda name: _mismatch(path / name, expected[name]), expected)
+        found = threads.map(lambda name: _mismatch(path / name, expected[name]), looked_at)
         return next((wrong for wrong in found if wrong), None)
 
 

@@ -1,5 +1,6 @@
 """What goes wrong in a run: requests to stop, and numbers that are none."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -36,8 +37,10 @@ class StopRequest:
     torchrun passes on a signal that its processes have had already, so what comes right after the first is the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, said: bool = False) -> None:
+        """With `said`, the first is answered at once: a step may take long."""
         self.by: str | None = None
+        self._said = said
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -61,6 +64,9 @@ class StopRequest:
         if self.by is None:
             self.by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self._since = time.monotonic()
+            if self._said:  # past Python's buffers, which may be in use
+                line = f"\n{self.by}: saving after this step; again leaves at once\n"
+                os.write(2, line.encode())
         elif time.monotonic() - self._since > SAME_SIGNAL:
             raise KeyboardInterrupt
 

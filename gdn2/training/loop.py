@@ -70,7 +70,9 @@ class _Loop:
         self.progress = Progress(self.config.steps, self.place.step, shown=shown)
         folder = run.folder if shown else None
         tensorboard = self.config.log.tensorboard
-        self.metrics = Metrics(folder, self.place.step, tensorboard=tensorboard)
+        self.metrics = self.world.agreed(
+            lambda: Metrics(folder, self.place.step, tensorboard=tensorboard)
+        )
         batch = self.config.batch
         self.speed = Speed(
             self.config.model, batch.length, self.world.device, self.world.size, run.compute
@@ -82,7 +84,12 @@ class _Loop:
     def go(self, until: int | None) -> RunEnd:
         steps = self.config.steps
         last = steps if until is None else min(until, steps)
-        with self.progress, self.metrics, StopRequest() as stop, self._batches() as batches:
+        with (
+            self.progress,
+            self.metrics,
+            StopRequest(said=self.world.is_main) as stop,
+            self._batches() as batches,
+        ):
             self._greet()
             self.speed.restart()
             while self.place.step < last and not self.world.any(bool(stop)):

@@ -1,7 +1,7 @@
 """What a run holds in memory, put together from its config, and from its newest checkpoint where there is one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,12 +39,18 @@ class Place:
 def own_folder(config: RunConfig, world: World) -> Iterator[None]:
     """Make the run's folder, and keep other runs out of it meanwhile."""
     folder = Path(config.run.dir)
-    check_ours(folder)
-    try:
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    except OSError as reason:
-        raise _unwritable(reason) from None
-    with locked(folder, "run.dir") if world.is_main else nullcontext():
+
+    def enter() -> None:
+        check_ours(folder)
+        try:
+            (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        except OSError as reason:
+            raise _unwritable(reason) from None
+        if world.is_main:
+            lock.enter_context(locked(folder, "run.dir"))
+
+    with ExitStack() as lock:
+        world.agreed(enter)
         yield
 
 
@@ -96,9 +102,9 @@ class Run:
     def export(self) -> None:
         """Write the model folder of the run."""
         weights = full_weights(self.model, self.world)
-        if weights is not None:
-            self._export(self.folder / MODEL, weights)
-        self.world.barrier()
+        self.world.agreed(
+            lambda: None if weights is None else self._export(self.folder / MODEL, weights)
+        )
 
     def plain_model(self) -> LanguageModel | None:
         """On the main process, a copy of the model that no other process has a part in."""
@@ -110,21 +116,22 @@ class Run:
     def _open_folder(self) -> Checkpoints:
         section, folder = self.config.checkpoint, self.folder / CHECKPOINTS
         try:
-            if any(folder.glob("step-*")):
-                check_same_run(self.config, self.folder)
-            elif standing(self.folder / MODEL).exists():
-                held = (
-                    f"{self.folder}, which holds a finished model and no checkpoint to go on from"
-                )
-                raise ValueError(f"run.dir: got {held}, expected a new folder or a run's")
-            self.world.barrier()
-            if self.world.is_main:
-                write_config(self.config, self.folder)
+            self.world.agreed(self._check_folder)  # all of them, before anything is written
+            self.world.agreed(
+                lambda: write_config(self.config, self.folder) if self.world.is_main else None
+            )
         except OSError as reason:
             raise _unwritable(reason) from None
         return Checkpoints(
             folder, self.world, keep=section.keep, milestones=section.milestone_steps
         )
+
+    def _check_folder(self) -> None:
+        if any((self.folder / CHECKPOINTS).glob("step-*")):
+            check_same_run(self.config, self.folder)
+        elif standing(self.folder / MODEL).exists():
+            held = f"{self.folder}, which holds a finished model and no checkpoint to go on from"
+            raise ValueError(f"run.dir: got {held}, expected a new folder or a run's")
 
     def _build(self) -> LanguageModel:
         engine = self.config.engine

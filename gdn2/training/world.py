@@ -1,15 +1,23 @@
 """The processes that train together: one by default, as many as torchrun starts."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from itertools import count
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from gdn2.ops.arguments import require
+
+T = TypeVar("T")
+_starts = count()  # of this process
 
 
 class Parallel(Protocol):
@@ -44,7 +52,10 @@ class World:
         place = _place(kind, int(os.environ.get("LOCAL_RANK", "0")), size)
         if size == 1:
             return cls(0, 1, place, None)
-        dist.init_process_group(_backend(place))
+        # Keys of its own for each start: those of the last would lead to addresses where nobody listens any more.
+        place_of_keys = _store(*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+        store = PrefixStore(f"gdn2/{next(_starts)}", place_of_keys)
+        dist.init_process_group(_backend(place), store=store, rank=rank, world_size=size)
         names = ("replicate", "shard")[-len(shape) :]
         return cls(rank, size, place, init_device_mesh(place.type, shape, mesh_dim_names=names))
 
@@ -68,6 +79,21 @@ class World:
         dist.all_reduce(raised, dist.ReduceOp.MAX)
         return bool(raised)
 
+    def agreed(self, action: Callable[[], T]) -> T:
+        """What the action returns here; where it fails in some process, the first such error in all."""
+        error: Exception | None = None
+        try:
+            result = action()
+        except (ValueError, RuntimeError, OSError) as reason:
+            error = reason
+        errors = [error] * self.size
+        if self.size > 1:
+            dist.all_gather_object(errors, error)
+        for error in errors:
+            if error is not None:
+                raise error
+        return result
+
     def barrier(self) -> None:
         """Wait for all."""
         self.any(False)
@@ -84,6 +110,13 @@ class World:
         """Leave the others; nothing may be asked of them afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@cache
+def _store(address: str | None, port: str | None) -> Store:
+    """Where processes find each other; the main one may serve it, and another start needs it still."""
+    found: Store = next(rendezvous("env://"))[0]
+    return found
 
 
 def _mesh_shape(parallel: Parallel, size: int) -> tuple[int, ...]:

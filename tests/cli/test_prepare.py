@@ -35,6 +35,19 @@ def test_text_becomes_shards(tmp_path: Path) -> None:
     assert run(lines, lines, "--out", out, *options).stdout == result.stdout  # already there
 
 
+def test_checksums_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
+    lines, out = save_lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    words = [lines, "--out", out, "--workers", 1]
+    assert run(*words, "--verify").stdout.endswith(" documents, as their checksums say\n")
+    file = out / "00000.tokens"
+    file.write_bytes(file.read_bytes()[::-1])
+    assert run(*words).exit_code == 0
+    result = run(*words, "--verify")
+    assert result.exit_code == 2
+    expected = f"error: {file}: damaged, its checksum is not that of index.json"
+    assert expected in result.stderr.splitlines()
+
+
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"body": "x"}\n{"body": 3}\n')

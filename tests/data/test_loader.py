@@ -97,6 +97,10 @@ def test_documents_kept_apart(tmp_path: Path, shuffle: bool) -> None:
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.tolist() == [*begins, len(ids)]
     assert Layout.packed(batch.cu_seqlens, len(ids)).rows == len(begins)
+    for i in range(rows):  # alone as among others
+        alone, place = source.batch(1 + i, 1), slice(i * LENGTH, (i + 1) * LENGTH)
+        assert torch.equal(alone.ids[0], ids[place])
+        assert torch.equal(alone.targets[0], targets[place])
     run_on = Windows(folder, LENGTH, seed=3, shuffle=shuffle).batch(1, rows)
     assert run_on.ids.flatten().tolist() == ids.tolist()
     assert run_on.targets.flatten().tolist() == (ids + 1).tolist()

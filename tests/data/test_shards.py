@@ -37,7 +37,7 @@ def write(folder: Path, documents: list[np.ndarray], dtype: str = "uint16") -> l
 
 
 def random_documents(dtype: str) -> list[np.ndarray]:
-    most = np.iinfo(dtype).max
+    most = min(np.iinfo(dtype).max, 69_999)
     generator = np.random.default_rng(0)
     return [generator.integers(0, most, length, dtype, endpoint=True) for length in LENGTHS]
 
@@ -134,6 +134,15 @@ def test_damage_is_named(tmp_path: Path, what: str, message: str) -> None:
     damage(tmp_path, what)
     with pytest.raises(ValueError, match=message):
         TokenFolder(tmp_path, verify=what == "flipped").starts(0, 3)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, [np.array([1, 2, 3], "uint32"), np.array([4, 70000], "uint32")], "uint32")
+    folder = TokenFolder(tmp_path)
+    assert folder.read(0, 4).tolist() == [1, 2, 3, 4]
+    message = r"tokens 3 … 4: got id 70000, expected at most 69999$"
+    with pytest.raises(ValueError, match=message):
+        folder.read(3, 2)
 
 
 def test_an_empty_range_and_an_unfinished_shard_leave_nothing(tmp_path: Path) -> None:

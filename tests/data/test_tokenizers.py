@@ -90,7 +90,8 @@ def test_special_tokens_are_found_where_the_files_name_them(tmp_path: Path) -> N
     assert (added.bos_id, added.eos_id) == (own.token_to_id("<s>"), own.token_to_id("</s>"))
     plain = byte_level().encode(TEXTS[0]).ids
     assert encode(added, TEXTS[0]) == plain  # neither template, nor truncation, nor padding
-    assert added.encode(TEXTS[0]) == [added.bos_id, *plain, added.eos_id]
+    assert added.encode(TEXTS[0]) == [added.bos_id, *plain]  # a text that may go on
+    assert added.encode("") == [added.bos_id]
     config = {"bos_token": {"content": "<b>"}, "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     named = load_tokenizer(tmp_path)

@@ -126,6 +126,19 @@ def test_a_killed_run_is_exported_as_of_its_last_checkpoint(run: Path) -> None:
     assert f"| training loss | {read_metrics(run)[1]['loss']:.5g} |" in card
 
 
+def test_a_damaged_checkpoint_is_not_exported(run: Path) -> None:
+    shutil.rmtree(run / "model")
+    file = run / "checkpoints/step-00000003/model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4:] = b"\0\0\0\1"
+    file.write_bytes(content)
+    done = command("export", run, run.parent / "m")
+    assert done.exit_code == 2
+    assert "step-00000003: got " in done.stderr and "--step takes another" in done.stderr
+    assert not (run.parent / "m").exists()
+    assert command("export", run, run.parent / "m", "--step", 2).exit_code == 0
+
+
 def test_parts_of_a_mixture_stand_in_the_card() -> None:
     parts = [{"type": "tokens", "path": "a"}, {"type": "python"}]
     table = {"run": {"seed": 1}, "data": {"type": "mixture", "weights": [1.0, 2.0], "parts": parts}}

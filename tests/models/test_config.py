@@ -91,6 +91,7 @@ def without(name: str) -> dict[str, Any]:
         (changed("rms_norm_eps", value="x"), r"^rms_norm_eps: got 'x', expected a number$"),
         (changed("tie_word_embeddings", value=1), r"^tie_.*: got 1, expected true or false$"),
         (changed("cell", value={}), r"^cell: got \{\}, expected a list$"),
+        (changed("cell", 3, value=None), r"^cell\[3\]\.type: got None, expected one of delta"),
         (changed("cell", 3, value=7), r"^cell\[3\]\.type: got None, expected one of delta, mamba2"),
         (
             changed("cell", 3, "type", value=[1]),

@@ -131,6 +131,13 @@ def test_hooks_of_a_diagnosis_are_taken_off(world: World) -> None:
     assert not any(block._forward_hooks for block in own.blocks)
 
 
+def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest(said=True):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == "\nSIGTERM: saving after this step; again leaves at once\n"
+
+
 def test_the_first_signal_asks_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:

@@ -28,7 +28,7 @@ from gdn2.training.config import ParallelSection, RunConfig
 from gdn2.training.faults import TrainingError
 from gdn2.training.loop import train
 from gdn2.training.metrics import Metrics
-from gdn2.training.run import Run
+from gdn2.training.run import Run, own_folder
 from gdn2.training.run_file import config_from, load_config
 from gdn2.training.world import World
 from tests.training.runs import (
@@ -41,6 +41,7 @@ from tests.training.runs import (
     losses,
     weights,
 )
+from tests.training.spawn import in_processes
 
 
 @pytest.fixture(scope="module")
@@ -366,6 +367,18 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_kills_lose_nothing(tmp_path: Path) -> None:
     assert kill_at_random(tmp_path, steps=2000, kills=25, seed=1) > 0
+
+
+def find_locked(world: World, folder: Path) -> str:
+    with pytest.raises(ValueError, match="run") as caught, own_folder(config(folder), world):
+        pass
+    return str(caught.value)
+
+
+def test_all_processes_say_what_the_main_one_finds(tmp_path: Path) -> None:
+    with locked(tmp_path, "run.dir"):
+        said = in_processes(2, find_locked, tmp_path)
+    assert said == [f"run.dir: {tmp_path} is being written by another process"] * 2
 
 
 def test_two_processes_train_the_same_run(tmp_path: Path) -> None:

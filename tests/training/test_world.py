@@ -37,6 +37,40 @@ def test_processes_agree(
     assert in_processes(size, ask, replicate=replicate) == expected
 
 
+def start_again(world: World) -> float:
+    found = 0.0
+    for turn in range(4):
+        world.close()
+        world = World.start(Spread(), "cpu")
+        found += float(world.mean(torch.tensor(float(world.rank + turn))))
+    return found
+
+
+def test_processes_may_start_again() -> None:
+    assert in_processes(2, start_again) == [8.0, 8.0]
+
+
+def fail_in_one(world: World) -> list[str]:
+    said = []
+    for kind in (ValueError, OSError):
+
+        def act(kind: type[Exception] = kind) -> int:
+            if world.rank == 1:
+                raise kind("a reason")
+            return 3
+
+        try:
+            world.agreed(act)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return [*said, str(world.agreed(lambda: world.rank))]
+
+
+def test_what_fails_in_one_process_fails_in_all() -> None:
+    said = ["ValueError: a reason", "OSError: a reason"]
+    assert in_processes(2, fail_in_one) == [[*said, "0"], [*said, "1"]]
+
+
 def test_alone_there_is_no_process_group() -> None:
     with alone() as world:
         assert (world.rank, world.size, world.is_main, world.mesh) == (0, 1, True, None)
