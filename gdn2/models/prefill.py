@@ -1,6 +1,6 @@
 """Prompts into a state, in calls of bounded size."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Prefilled(NamedTuple):
 
 def read_prompts(prompts: Prompts, vocabulary: int) -> list[Tensor]:
     """Each prompt as a tensor [length] on the CPU, checked."""
-    listed = isinstance(prompts, Tensor | Sequence) and not isinstance(prompts, str)
+    listed = isinstance(prompts, Sized) and not isinstance(prompts, str)
     require(listed, "prompts", repr(prompts), "a list of token ids for each")
     require(len(prompts) > 0, "prompts", "none", "at least one")
     rows = [_read_prompt(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]

@@ -405,6 +405,13 @@ def test_a_penalty_needs_to_know_what_a_state_has_seen() -> None:
         generate(model, [[1]], state=ready.state, sampling=Sampling(repetition_penalty=2.0))
 
 
+def test_prompts_of_any_library_are_the_same() -> None:
+    model, rows = make(), [[1, 2], [3, 4]]
+    expected = generate(model, rows, stop=Stop(max_tokens=3))
+    for prompts in (tuple(rows), torch.tensor(rows), np.array(rows), [np.array(x) for x in rows]):
+        assert loose(model, prompts, stop=Stop(max_tokens=3)) == expected
+
+
 def test_seeds_of_any_library_are_the_same() -> None:
     model, prompts = make(), [[1, 2], [3]]
     expected = generate(model, prompts, seed=[5, 6], stop=Stop(max_tokens=4))
