@@ -15,7 +15,7 @@ def test_a_sleep_takes_its_time() -> None:
     took = timing.measure(lambda: time.sleep(0.02), CPU, warmup=1, seconds=0.2)
     assert took.repeats >= 5
     assert took.low <= took.median <= took.high
-    assert 0.02 <= took.median < 0.03
+    assert 0.02 <= took.median < 0.04  # a machine may be busy
     assert took.spread == pytest.approx((took.high - took.low) / took.median)
     assert took.peak_bytes is None
 
@@ -23,7 +23,7 @@ def test_a_sleep_takes_its_time() -> None:
 def test_twice_the_sleep_takes_twice_the_time() -> None:
     calls = {"short": lambda: time.sleep(0.02), "long": lambda: time.sleep(0.04)}
     timings = timing.measure_together(calls, CPU, warmup=1, seconds=0.1)
-    assert timings["long"].median / timings["short"].median == pytest.approx(2, rel=0.2)
+    assert timings["long"].median / timings["short"].median == pytest.approx(2, rel=0.3)
     assert timings["long"].repeats == timings["short"].repeats
 
 
