@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gdn2.layers.config import MixerConfig
+from gdn2.layers.layout import Layout
 from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
 from tests.layers.cases import MIXERS, WIDTH, scramble
@@ -35,3 +36,14 @@ def make(chosen: ModelConfig = EVERYTHING) -> LanguageModel:
 def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     rand = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (batch, length), generator=rand)
+
+
+def logits_of(model: LanguageModel, ids: Tensor, layout: Layout | None = None) -> Tensor:
+    found = model(ids, layout=layout).logits
+    assert isinstance(found, Tensor)
+    return found
+
+
+def gradients(model: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import gdn2
@@ -16,23 +16,11 @@ from gdn2.models.state import ModelState
 from gdn2.ops.chunk_op import chunk_forward
 from tests.closeness import assert_close, relative_error
 from tests.layers import literal
-from tests.layers.cases import DELTA, MIXERS, Doubling
-from tests.models.cases import EVERYTHING, VOCABULARY, config, make, tokens
+from tests.layers.cases import DELTA, MIXERS
+from tests.models.cases import EVERYTHING, VOCABULARY, config, gradients, logits_of, make, tokens
 
 EXACT = 1e-10
 LENGTHS = [4, 9, 1, 6]
-NORMS = ("mixer_norm", "mlp_norm", "norm")
-
-
-def logits_of(model: LanguageModel, ids: Tensor, layout: Layout | None = None) -> Tensor:
-    found = model(ids, layout=layout).logits
-    assert isinstance(found, Tensor)
-    return found
-
-
-def gradients(model: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def padded(side: str) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -276,87 +264,6 @@ def test_states_can_be_picked_and_copied() -> None:
     assert_close("logits", logits, logits_of(model, ids[[2, 0]])[:, 6:], EXACT)
     assert picked.rows == 2
     assert state.nbytes == sum(x.numel() * x.element_size() for x in state.tensors())
-
-
-def test_norms_with_hooks_or_adapters_are_called() -> None:
-    model, ids = make(config(DELTA, MIXERS["window"], layers=2)), tokens(2, 9)
-    plain = logits_of(model, ids)
-    norms = [
-        x
-        for name, x in model.named_modules()
-        if name.split(".")[-1] in NORMS and ".mixer." not in name
-    ]
-    seen: list[nn.Module] = []
-    hooks = [x.register_forward_hook(lambda norm, *_: seen.append(norm)) for x in norms]
-    assert_close("logits", logits_of(model, ids), plain, EXACT)
-    assert len(norms) == 5 and seen == norms
-    for hook in hooks:
-        hook.remove()
-    model.norm = Doubling(model.norm)  # type: ignore[assignment]
-    assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
-
-
-def test_a_head_with_hooks_or_adapters_is_called() -> None:
-    model, ids, targets = make(config(DELTA)), tokens(2, 9), tokens(2, 9, seed=1)
-    targets[0, :4] = -100
-    plain, loss = logits_of(model, ids), model(ids, targets=targets).loss
-    seen: list[nn.Module] = []
-    hook = model.head.register_forward_hook(lambda head, *_: seen.append(head))
-    assert_close("logits", logits_of(model, ids), plain, EXACT)
-    assert_close("loss", model(ids, targets=targets).loss, loss, EXACT)
-    assert seen == [model.head] * 2
-    hook.remove()
-    model.head = Doubling(model.head)  # type: ignore[assignment]
-    assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
-    expected = nn.functional.cross_entropy(2 * plain.flatten(0, 1), targets.flatten())
-    assert_close("loss", model(ids, targets=targets).loss, expected, EXACT)
-    assert model(ids, targets=torch.full_like(targets, -100)).loss == 0
-
-
-def test_compiles_to_one_graph() -> None:
-    model, ids = make(config(DELTA, MIXERS["window"], layers=2)), tokens(2, 9)
-    targets = tokens(2, 9, seed=1)
-    plain = model(ids, targets=targets).loss
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = compiled(ids, targets=targets).loss
-    assert_close("loss", found, plain, EXACT)
-    reference = gradients(model, plain)
-    for name, d in gradients(model, found).items():
-        assert_close(name, d, reference[name], EXACT)
-
-
-def test_a_step_in_place_compiles_to_one_graph() -> None:
-    model, ids = make(config(MIXERS["window"], MIXERS["attention"])), tokens(2, 4)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        state = model.reserve(model(ids, model.new_state(2)).state, 1)
-        expected = model(ids[:, :1], state.clone(), inplace=True).logits
-        assert_close("logits", compiled(ids[:, :1], state, inplace=True).logits, expected, EXACT)
-    assert state.seen.tolist() == [5, 5]
-
-
-def test_lengths_do_not_compile_anew() -> None:
-    model, graphs = make(config(DELTA, MIXERS["window"], layers=2)), []
-
-    def count(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(model, fullgraph=True, backend=count)
-    for length in (9, 13, 17, 30):
-        ids = tokens(2, length)
-        assert_close("logits", compiled(ids).logits, logits_of(model, ids), EXACT)
-    # one for the first length, one for all that the window divides, one for the others
-    assert len(graphs) <= 3
-
-
-def test_meta_tensors_pass_through() -> None:
-    with torch.device("meta"):
-        model, ids = LanguageModel(config(DELTA, MIXERS["window"])), torch.zeros(2, 9).long()
-        logits, _, state = model(ids, model.new_state(2))
-        assert model(ids, targets=ids).loss.shape == ()
-    assert logits.shape == (2, 9, VOCABULARY)
-    assert state.layers[0].memory.shape == (2, 6, 5, 4)
 
 
 def test_a_cast_keeps_decays_exact() -> None:
