@@ -132,15 +132,19 @@ def chunk_table(x: Operands, batch: Batch) -> Table:
     """The table of a batch; those of dense batches are made once."""
     batch = enlarged(batch)
     if batch.cu_seqlens is None:
-        # a table first made while a graph is captured would be filled only when the graph runs
-        capturing = x.k.is_cuda and torch.cuda.is_current_stream_capturing()
-        make = dense_table.__wrapped__ if capturing else dense_table
-        return make(batch.rows, batch.length, batch.chunk_size, x.k.device)
+        return dense_table(batch.rows, batch.length, batch.chunk_size, x.k.device)
     return table_of(batch.cu_seqlens, batch.chunks, batch.chunk_size)
 
 
-@cache
 def dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
-    """Equal lengths are packing too."""
+    """Equal lengths are packing too; made once, but not where its kernel is only captured or only compiled."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    is_empty = capturing or ahead.compiling()
+    make = _dense_table.__wrapped__ if is_empty else _dense_table
+    return make(rows, length, size, device)
+
+
+@cache
+def _dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
     cu_seqlens = torch.arange(rows + 1, device=device) * length
     return table_of(cu_seqlens, rows * ((length + size - 1) // size), size)
