@@ -25,6 +25,9 @@ TILES = (
     (64, Tile(16, 1)),
     (0, Tile(16, 2)),
 )
+# From so many heads on a step waits for the kernel before it to end: with batches of 64, 1024 heads a layer, generation
+# took 2.42 ms a step, and 2.44 where all kernels started early.
+MANY = 1024
 
 
 @triton.jit
@@ -115,6 +118,7 @@ def step(
     DK = k.shape[3]
     o = v.new_empty(v.shape)
     most, num_warps = tile or choose_tile(N * HV)
+    early = overlapping(state.device) if N * HV < MANY else {"PDL": False}
     BK, BV = (max(16, triton.next_power_of_2(width)) for width in (DK, DV))
     BV = min(most, BV)
     with torch.cuda.device_of(state):  # a launch goes to the current device
@@ -124,7 +128,7 @@ def step(
             HV=HV, DK=DK, DV=DV,
             QK_GROUP=HV // k.shape[2], G_GROUP=HV // g.shape[2],
             B_GROUP=1 if b is None else HV // b.shape[2],
-            BK=BK, BV=BV, num_warps=num_warps, **overlapping(state.device),
+            BK=BK, BV=BV, num_warps=num_warps, **early,
         )  # fmt: skip
     return o
 
