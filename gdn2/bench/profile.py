@@ -15,7 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import timing
 from gdn2.bench.timing import Machine
-from gdn2.bench.trainers import Plan, Shape, Trainer, TwinTrainer, random_batch, variants
+from gdn2.bench.trainers import (
+    Plan,
+    Shape,
+    Trainer,
+    TwinTrainer,
+    random_batches,
+    unseen_steps,
+    variants,
+)
 from gdn2.bench.training import WARMUP
 from gdn2.models.presets import preset as find_preset
 from gdn2.training.world import World
@@ -80,20 +88,22 @@ def run(plan: Plan, said: Callable[[str], None] = lambda line: None) -> Iterator
 def _profile(
     plan: Plan, name: str, shape: Shape, variant: str, trainer: Trainer | TwinTrainer
 ) -> Profile:
-    batch = random_batch(shape, find_preset(name).vocab_size, plan.device)
-    for _ in range(1 + WARMUP[plan.device.type]):
-        trainer.step(batch)
+    vocabulary, warm = find_preset(name).vocab_size, 1 + WARMUP[plan.device.type]
+    seeds = range(warm + 2 * plan.steps)
+    step = unseen_steps(trainer, random_batches(shape, vocabulary, plan.device, seeds))
+    for _ in range(warm):
+        step()
     with sampling(plan.device) as samples:
         start = time.perf_counter()
         for _ in range(plan.steps):
-            trainer.step(batch)
+            step()
         timing.synchronize(plan.device)
         seconds = (time.perf_counter() - start) / plan.steps
     is_gpu = plan.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         for _ in range(plan.steps):
-            trainer.step(batch)
+            step()
         timing.synchronize(plan.device)
     spans = gpu_spans(profiler) if is_gpu else []
     kernels = summed(spans, plan.steps) if is_gpu else cpu_operators(profiler, plan.steps)

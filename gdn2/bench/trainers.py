@@ -1,6 +1,6 @@
 """What training benchmarks time: models that take steps, ours and a twin made of other people's layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -106,6 +106,15 @@ class TwinTrainer:
         return float(found)
 
 
+def unseen_steps(trainer: Trainer | TwinTrainer, batches: Iterable[Batch]) -> Callable[[], float]:
+    """A call that takes a step on the next batch: one that comes again and again is soon known by heart.
+
+    Then gradients vanish, and so does some of the power that a GPU takes to multiply them.
+    """
+    following = iter(batches)
+    return lambda: trainer.step(next(following))
+
+
 Build = Callable[[], Trainer | TwinTrainer]
 
 
@@ -141,9 +150,16 @@ def build_own(config: ModelConfig, plan: Plan, world: World, weights: str) -> La
     )
 
 
-def random_batch(shape: Shape, vocabulary: int, device: torch.device) -> Batch:
+def random_batches(
+    shape: Shape, vocabulary: int, device: torch.device, seeds: Iterable[int]
+) -> list[Batch]:
+    """One of each seed, all drawn before anything is timed."""
+    return [random_batch(shape, vocabulary, device, seed) for seed in seeds]
+
+
+def random_batch(shape: Shape, vocabulary: int, device: torch.device, seed: int = 0) -> Batch:
     """Tokens without any order, on the CPU as a loader leaves them."""
-    rand = torch.Generator().manual_seed(0)
+    rand = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (shape.batch, shape.length + 1), generator=rand)
     ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if device.type == "cuda":

@@ -1,11 +1,11 @@
 """`gdn2 bench training`: how fast models train, beside the paper's numbers and a twin made of other people's layers."""
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from gdn2.bench.trainers import (
     Shape,
     Trainer,
     TwinTrainer,
-    random_batch,
+    random_batches,
+    unseen_steps,
     variants,
 )
 from gdn2.bench.training_paper import SHAPES, paper_speed
@@ -139,6 +140,7 @@ class Contest:
         self.broken: dict[str, str] = {}  # variants that fail for other reasons than memory
         self.is_crowded = False
         self.is_warm = False
+        self.seeds = itertools.count()  # of batches, each seen once
 
     def time(self, shape: Shape) -> list[Row]:
         """A row for each variant."""
@@ -177,9 +179,10 @@ class Contest:
         self.release(keep=names)
         plan = self.plan
         warm = (WARMUP if self.is_warm else FIRST_WARMUP)[plan.device.type]
-        batch = random_batch(shape, self.config.vocab_size, plan.device)
-        first = {name: self._first_step(name, batch) for name in names}
-        calls = {name: partial(self.trainers[name].step, batch) for name in names}
+        seeds = itertools.islice(self.seeds, batches_needed(warm, plan.steps))
+        batches = random_batches(shape, self.config.vocab_size, plan.device, seeds)
+        first = {name: self._first_step(name, batches[0]) for name in names}
+        calls = {name: unseen_steps(self.trainers[name], batches[1:]) for name in names}
         steps = measure_together(calls, plan.device, warmup=warm, seconds=0, least=plan.steps)
         self.is_warm = True
         return [self._row(shape, name, steps[name], *first[name]) for name in names]
@@ -211,6 +214,11 @@ class Contest:
             mfu=None if peak is None else flops / step.median / peak,
             loss=loss,
         )
+
+
+def batches_needed(warm: int, steps: int) -> int:
+    """One for the first step, one for the peak of memory, and two for each round: a CPU's timer calls twice."""
+    return 2 + 2 * (warm + steps)
 
 
 def _allocated(device: torch.device) -> int:

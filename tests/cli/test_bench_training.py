@@ -26,6 +26,7 @@ from gdn2.bench.timing import Timing, describe_machine
 from gdn2.bench.trainers import Plan, Shape, Trainer, build_own, random_batch, variants
 from gdn2.bench.training import Result, Row
 from gdn2.cli import app
+from gdn2.data.batch import Batch
 from gdn2.layers.config import AttentionConfig, DeltaConfig
 from gdn2.layers.delta import DeltaMixer
 from gdn2.models.config import ModelConfig
@@ -104,8 +105,8 @@ def test_rows_hold_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step_trains_the_model() -> None:
-    """The first loss is that of the first weights on the batch, and the steps learn it by heart."""
+def test_a_step_trains_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first loss is that of the first weights on the first batch; no batch comes twice."""
     batch = random_batch(Shape(2, 13), SMALL.vocab_size, CPU)
     assert torch.equal(batch.ids[:, 1:], batch.targets[:, :-1])
     with torch.no_grad():
@@ -113,10 +114,26 @@ def test_a_step_trains_the_model() -> None:
     losses = cross_entropy(logits.mT, batch.targets, reduction="none")
     (row,) = training.run(tiny_plan()).rows
     assert row.loss == pytest.approx(float(losses.mean()), rel=1e-5)
-    first, second = training.run(tiny_plan(Shape(2, 13), Shape(1, 13))).rows
+    seen: list[tuple[int, ...]] = []
+    real = Trainer.step
+
+    def step(trainer: Trainer, batch: Batch) -> float:
+        seen.append(tuple(batch.ids.flatten().tolist()))
+        return real(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    plan = tiny_plan(Shape(2, 13), Shape(1, 26))
+    first, second = training.run(plan).rows
     assert first.loss == row.loss
-    assert second.loss is not None
-    assert second.loss < float(losses[0].mean())
+    assert seen[0] == tuple(batch.ids.flatten().tolist())
+    drawn = training.batches_needed(training.FIRST_WARMUP["cpu"], plan.steps)
+    assert len(seen) == 2 * (drawn - 1)  # all but that for the peak of memory, which a CPU has not
+    assert len({ids[:5] for ids in seen}) == len(seen)
+    fresh = random_batch(Shape(1, 26), SMALL.vocab_size, CPU, seed=drawn)
+    with torch.no_grad():
+        unmoved = LanguageModel(SMALL, seed=0)(fresh.ids, targets=fresh.targets).loss
+    assert unmoved is not None
+    assert second.loss != pytest.approx(float(unmoved), rel=1e-4)
 
 
 @pytest.mark.usefixtures("small")
