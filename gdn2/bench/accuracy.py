@@ -1,7 +1,7 @@
 """`gdn2 bench accuracy`: how far output and gradients are from fp64 on the same operands, at decays of any strength."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,16 +126,16 @@ def differentiate(operator: Operator, operands: Operands, d_output: Tensor) -> d
     return {"o": output.detach(), **{f"d{n}": x for n, x in zip(operands, grads, strict=True)}}
 
 
-def run(plan: Plan, finished: Callable[[str], None] = lambda decay: None) -> Result:
-    """Compare all variants; `finished` is told each decay that is done."""
+def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Result:
+    """Compare all variants; `found` is given what is known after each decay."""
     rule: Any = partial(gated_delta_rule, solve_precision=plan.solve_precision)
     variants: dict[str, Operator] = {plan.backend: _output_of(partial(rule, backend=plan.backend))}
     notes: list[str] = []
     if plan.peers:
         peers, notes = find_peers(plan.device, packed=False, form="gdn2")
         variants |= {name: peer for name, peer in peers.items() if name.startswith(PEER)}
+    result = Result(plan, timing.describe_machine(), (), tuple(notes))
     exact = _output_of(partial(gated_delta_rule, backend="torch"))
-    rows: list[Row] = []
     for decay in plan.decays:
         operands = make_operands(plan, decay)
         rand = torch.Generator(plan.device).manual_seed(2)
@@ -144,18 +144,19 @@ def run(plan: Plan, finished: Callable[[str], None] = lambda decay: None) -> Res
         right = differentiate(exact, wide, d_output.to(operands["v"].dtype))
         for name, operator in variants.items():
             try:
-                found = differentiate(operator, operands, d_output)
+                outcome = differentiate(operator, operands, d_output)
             except Exception as failure:
                 if name == plan.backend:
                     raise
                 reason = str(failure).strip().partition("\n")[0]
-                notes.append(f"no {name} at log-decay {decay}: {reason}")
+                note = f"no {name} at log-decay {decay}: {reason}"
+                result = replace(result, notes=(*result.notes, note))
                 continue
-            errors = {n: relative_error(x, right[n]) for n, x in found.items()}
+            errors = {n: relative_error(x, right[n]) for n, x in outcome.items()}
             known = {n: e if e < float("inf") else None for n, e in errors.items()}
-            rows.append(Row(decay, name, known))
-        finished(decay)
-    return Result(plan, timing.describe_machine(), tuple(rows), tuple(notes))
+            result = replace(result, rows=(*result.rows, Row(decay, name, known)))
+        found(result)
+    return result
 
 
 def _output_of(rule: Callable[..., tuple[Tensor, Any]]) -> Operator:

@@ -12,8 +12,13 @@ from gdn2.bench import timing
 from gdn2.bench.operator import PASSES, Plan, Result, Row, run
 
 
-def run_all(plans: list[Plan], threads: int | None, console: Console) -> list[Result]:
-    """Time plans one after the other, behind a progress bar on the console."""
+def run_all(
+    plans: list[Plan],
+    threads: int | None,
+    console: Console,
+    found: Callable[[list[Result]], None] = lambda so_far: None,
+) -> list[Result]:
+    """Time plans one after the other, behind a progress bar; `found` is given what is known after each."""
     # Drawn between repetitions, and seldom: a thread that draws takes its time from what is timed.
     hidden = not console.is_terminal
     with Progress(console=console, transient=True, auto_refresh=False, disable=hidden) as bar:
@@ -23,8 +28,12 @@ def run_all(plans: list[Plan], threads: int | None, console: Console) -> list[Re
             draw = int(20 * (before + done)) > int(20 * bar.tasks[0].completed)
             bar.update(task, completed=before + done, refresh=draw)
 
+        results: list[Result] = []
         with timing.use_threads(threads):
-            return [run(plan, partial(progress, number)) for number, plan in enumerate(plans)]
+            for number, plan in enumerate(plans):
+                results.append(run(plan, partial(progress, number)))
+                found(results)
+        return results
 
 
 def render(result: Result, console: Console) -> None:

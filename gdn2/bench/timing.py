@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ import torch
 
 from gdn2 import __version__
 from gdn2.ops.arguments import require
+from gdn2.ops.versions import installed
 
 Key = TypeVar("Key")
 DTYPES = {
@@ -240,7 +240,9 @@ class Machine:
 
 def describe_machine() -> Machine:
     """Look at this machine; imports none of the packages it lists."""
-    needed = ("gdn2", "torch", "numpy", "triton")
+    # a checkout that is not installed has no version but its own
+    versions: dict[str, str | None] = {"gdn2": __version__}
+    versions |= {name: installed(name) for name in ("torch", "numpy", "triton", *OPTIONAL)}
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
@@ -248,19 +250,9 @@ def describe_machine() -> Machine:
         threads=torch.get_num_threads(),
         memory_gib=_memory_gib(),
         python=platform.python_version(),
-        versions={name: _version(name) for name in (*needed, *OPTIONAL)},
+        versions=versions,
         gpus=_gpus() if torch.cuda.is_available() else (),
     )
-
-
-def _version(package: str) -> str | None:
-    known = {"gdn2": __version__, "torch": torch.__version__}  # a checkout has no metadata
-    if package in known:
-        return known[package]
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

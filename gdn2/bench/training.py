@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -110,24 +110,23 @@ def read_plan(
     return Plan(names, sizes, dtypes, where, compiled, peers, steps, recompute)
 
 
-def run(plan: Plan, finished: Callable[[Row], None] = lambda row: None) -> Result:
-    """Time all presets, one after the other; `finished` is told each row as soon as there is one."""
-    rows: list[Row] = []
-    notes: list[str] = []
+def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Result:
+    """Time all presets, one after the other; `found` is given what is known whenever there is one more row."""
+    result = Result(plan, timing.describe_machine(), (), ())
     world = World(0, 1, plan.device, None)
     try:
         for name in plan.presets:
             build, lack = variants(name, plan, world)
-            notes += lack
+            result = replace(result, notes=tuple(dict.fromkeys([*result.notes, *lack])))
             contest = Contest(name, plan, build)
             for shape in plan.shapes:
                 for row in contest.time(shape):
-                    rows.append(row)
-                    finished(row)
+                    result = replace(result, rows=(*result.rows, row))
+                    found(result)
             contest.release()
     finally:
         world.close()
-    return Result(plan, timing.describe_machine(), tuple(rows), tuple(dict.fromkeys(notes)))
+    return result
 
 
 class Contest:

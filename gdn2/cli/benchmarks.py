@@ -78,7 +78,7 @@ def operator(
     from rich.console import Console
 
     from gdn2.bench.cold import first_call_seconds
-    from gdn2.bench.operator import read_plans
+    from gdn2.bench.operator import Result, read_plans
     from gdn2.bench.plot import check_plot, plot
     from gdn2.bench.report import render, render_cold, run_all
 
@@ -99,12 +99,15 @@ def operator(
         seconds=seconds,
     )
     first_calls = first_call_seconds(plans[0]) if cold else {}
-    results = run_all(plans, threads, Console(stderr=True))
+
+    def save(results: list[Result]) -> None:
+        records = [result.as_json() for result in results]
+        write(json_file, {"results": records, "cold_seconds": first_calls})
+
+    results = run_all(plans, threads, Console(stderr=True), save)
     for result in results:
         render(result, console())
     render_cold(first_calls, console())
-    record = {"results": [result.as_json() for result in results], "cold_seconds": first_calls}
-    write(json_file, record)
     if plot_file is not None:
         plot(results, plot_file)
 
@@ -235,7 +238,7 @@ def training(
     """
     from gdn2.bench.plot import check_plot
     from gdn2.bench.timing import use_threads
-    from gdn2.bench.training import read_plan, run
+    from gdn2.bench.training import Result, read_plan, run
     from gdn2.bench.training_cold import first_step_seconds
     from gdn2.bench.training_report import line, plot, render, render_cold
 
@@ -251,10 +254,14 @@ def training(
         recompute=recompute,
     )
     first_steps = first_step_seconds(plan) if cold else {}
+
+    def save(result: Result) -> None:
+        typer.echo(line(result.rows[-1]), err=True)
+        write(json_file, {"result": result.as_json(), "cold_seconds": first_steps})
+
     with use_threads(threads):
-        result = run(plan, lambda row: typer.echo(line(row), err=True))
+        result = run(plan, save)
     render(result, console())
     render_cold(first_steps, console())
-    write(json_file, {"result": result.as_json(), "cold_seconds": first_steps})
     if plot_file is not None:
         plot(result, plot_file)

@@ -46,7 +46,7 @@ def accuracy(
 
     Errors are ‖x − y‖ / ‖y‖.
     """
-    from gdn2.bench.accuracy import read_plan, run
+    from gdn2.bench.accuracy import Result, read_plan, run
     from gdn2.bench.accuracy_report import render
 
     plan = read_plan(
@@ -58,9 +58,12 @@ def accuracy(
         solve_precision=solve_precision,
         peers=peers,
     )
-    result = run(plan, lambda decay: typer.echo(f"log-decay {decay}: done", err=True))
-    render(result, console())
-    write(json_file, {"result": result.as_json()})
+
+    def save(result: Result) -> None:
+        typer.echo(f"log-decay {result.rows[-1].decay}: done", err=True)
+        write(json_file, {"result": result.as_json()})
+
+    render(run(plan, save), console())
 
 
 @bench.command()
@@ -102,7 +105,7 @@ def profile(
     for one in run(plan, lambda line: typer.echo(line, err=True)):
         render(one, console())
         found.append(one.as_json())
-    write(json_file, {"profiles": found})
+        write(json_file, {"profiles": found})
 
 
 @bench.command()
@@ -155,4 +158,4 @@ def products(
         file = kept.choose(where, {choice.problem: choice.way for choice in found})
         typer.echo(f"chosen in {file}")
         records += [choice.as_json() for choice in found]
-    write(json_file, {"choices": records})
+        write(json_file, {"choices": records})

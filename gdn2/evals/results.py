@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gdn2 import __version__
 from gdn2.data.tokenizers import Tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.encoding import check_vocabulary, first_token
@@ -19,10 +19,11 @@ from gdn2.models.folder import CONFIG, load_config, load_stop_ids
 from gdn2.models.presets import preset, preset_names
 from gdn2.models.weights import checksum
 from gdn2.ops.arguments import require
+from gdn2.ops.versions import installed
 
 FORMAT = "gdn2 results 1"
 WEIGHTS, RANDOM = "model*.safetensors", "random"
-LIBRARIES = ("gdn2", "torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
+LIBRARIES = ("torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
 
 
 def config_of(name: str) -> ModelConfig:
@@ -72,13 +73,8 @@ def known_of(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def libraries() -> dict[str, str]:
     """Versions of what takes part and is installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    known = {"gdn2": __version__} | {name: installed(name) for name in LIBRARIES}
+    return {name: version for name, version in known.items() if version is not None}
 
 
 class Results:

@@ -10,11 +10,12 @@ import os
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gdn2.ops.versions import installed
 
 TOGETHER = "rule"  # stands for the operator's kernels where each is right alone but not all of them together
 Verdict = dict[str, str]  # kernels that gave wrong results, and what was wrong
@@ -76,8 +77,8 @@ def identity(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return (
         f"{torch.cuda.get_device_name(device)}, compute {major}.{minor}, torch {torch.__version__}, "
-        f"triton {_version('triton')}, cudnn {torch.backends.cudnn.version()} by "
-        f"{_version('nvidia-cudnn-frontend')}, kernels {kernel_digest()}"
+        f"triton {installed('triton')}, cudnn {torch.backends.cudnn.version()} by "
+        f"{installed('nvidia-cudnn-frontend')}, kernels {kernel_digest()}"
     )
 
 
@@ -86,13 +87,6 @@ def indexed(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @cache
