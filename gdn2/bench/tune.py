@@ -120,7 +120,7 @@ def candidates(kernels: Iterable[str]) -> Iterator[Way]:
 def prepare(shape: Shape, plan: Plan) -> dict[str, Stage]:
     """For each kernel the stage that launches it, on tensors that the stages before have made."""
     from gdn2.ops.triton import stages
-    from gdn2.ops.triton.pipeline import dense_table
+    from gdn2.ops.triton.table import dense_table
 
     tensors = {n: x.detach() for n, x in operator.make_operands(shape, plan).items()}
     x = pack(**tensors, scale=shape.key_width**-0.5)

@@ -1,5 +1,6 @@
 """The CUDA kernels on a GPU they are for: taken, and equal to the Triton kernels they stand in for."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from gdn2.ops.chunk_op import pack
 from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain
 from gdn2.ops.operands import Operands
 from tests.closeness import relative_error
-from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, options, run
+from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, options, run, weights
 from tests.ops.cases import Case, rule
 
 KERNELS = ("intra", "forward_scan", "backward_scans", "gradient", "group_gradient")
@@ -73,6 +74,22 @@ def test_what_one_kernel_cannot_do(
     found = run(case).named()
     for quantity, y in exact(case).named().items():
         assert relative_error(found[quantity], y) < 1e-2, quantity
+
+
+def test_kept_factors_and_operands_may_lie_elsewhere_in_the_backward() -> None:
+    """A gate that begins anywhere, whose copy for the backward begins where memory does."""
+    case = replace(CASES["one gate a head"], B=1, recompute=False)
+    leaves = on_gpu(case)
+    whole = torch.cat([leaves["b"][:, :1], leaves["b"]], 1).detach()
+    found = []
+    for away in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        leaves["b"] = whole[:, 1:].requires_grad_()
+        assert leaves["b"].data_ptr() % 16
+        with away:
+            results = rule(leaves, **options(case, "triton"))
+        grads = torch.autograd.grad(results, list(leaves.values()), weights(case, results))
+        found.append([*results, *grads])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"d_k": 96}, {"chunk_size": 32}])

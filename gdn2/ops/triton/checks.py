@@ -60,9 +60,9 @@ from gdn2.ops.triton.companions import (
     differentiate,
     draw,
 )
-from gdn2.ops.triton.pipeline import contiguous, dense_table
+from gdn2.ops.triton.pipeline import contiguous
 from gdn2.ops.triton.stages import Factors
-from gdn2.ops.triton.table import Table
+from gdn2.ops.triton.table import Table, dense_table
 from gdn2.ops.window_attention import takes_heads
 
 CHUNK = 64

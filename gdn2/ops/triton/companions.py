@@ -28,7 +28,7 @@ from gdn2.ops.triton.squares import sum_of_squares
 from gdn2.ops.triton.step import TILES, step
 from gdn2.ops.triton.swiglu import swiglu, swiglu_gradient
 from gdn2.ops.triton.table import BLOCK as TABLE_BLOCK
-from gdn2.ops.triton.table import chunk_table
+from gdn2.ops.triton.table import Table, chunk_table, dense_table
 
 Pairs = dict[str, tuple[Tensor, Tensor]]  # for each quantity what a kernel gave and what is right
 Call = Callable[..., Sequence[Tensor]]
@@ -341,20 +341,29 @@ def check_gates(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_table(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Places of chunks beside those found one by one: of many sequences, and with room left over."""
-    size, start = 64, 0
+    """Places of chunks beside those found one by one: of many sequences with room left over, and of equal ones."""
+    size, length = 64, 64 * (TABLE_BLOCK + 1) + 3
     lengths = [n % 200 for n in range(0, 37 * (TABLE_BLOCK + 2), 37)]
-    chunks, first = [], [0]
+    starts, counts, first = chunks_of(lengths, size)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(device)
+    packed = chunk_table(cu_seqlens, len(starts) + 2, size)[1:]
+    dense = dense_table(3, length, size, device)[1:]
+    right = [[*starts, 0, 0], [*counts, 0, 0], first, *chunks_of([length] * 3, size)]
+    wrong = [found.cpu() != torch.tensor(x) for found, x in zip(packed + dense, right, strict=True)]
+    names = (f"{kind} {name}" for kind in ("packed", "dense") for name in Table._fields[1:])
+    # each counts
+    return {n: (1.0 + w, torch.ones(w.shape)) for n, w in zip(names, wrong, strict=True)}
+
+
+def chunks_of(lengths: Sequence[int], size: int) -> tuple[list[int], list[int], list[int]]:
+    """First token and tokens of each chunk, and first chunk of each sequence."""
+    starts, counts, first, start = [], [], [0], 0
     for length in lengths:
-        chunks += [(start + i, min(size, length - i)) for i in range(0, length, size)]
-        first.append(len(chunks))
+        starts += [start + i for i in range(0, length, size)]
+        counts += [min(size, length - i) for i in range(0, length, size)]
+        first.append(len(starts))
         start += length
-    starts, counts = zip(*chunks, (0, 0), (0, 0), strict=True)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
-    found = chunk_table(cu_seqlens.to(device), len(starts), size)
-    right = dict(zip(("start", "length", "first"), (starts, counts, first), strict=True))
-    wrong = {n: getattr(found, n).cpu() != torch.tensor(places) for n, places in right.items()}
-    return {n: (1.0 + w, torch.ones(w.shape)) for n, w in wrong.items()}  # each counts
+    return starts, counts, first
 
 
 def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:

@@ -39,18 +39,20 @@ def forward(x: Operands, table: Table, state: Tensor) -> tuple[Tensor, Tensor, F
     """Output, final state and the factors."""
     chunks, device = table.start.numel(), x.k.device
     f = stages.new_factors(x, chunks, table.size)._replace(blocks=True)
-    o, bounds = torch.empty_like(x.v), bounds_on(chunks, device)
-    scanned, states = [*scans.scanned(f), table.start, table.length], [state]
+    o, states = torch.empty_like(x.v), [state, *(torch.empty_like(state) for _ in range(PIECES))]
+    scanned, places = scans.scanned(f), [table.start, table.length]
     main, side, done = torch.cuda.current_stream(device), side_stream(device), torch.cuda.Event()
     try:
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            bounds = bounds_on(chunks, device)
         for i, (first, last) in enumerate(pieces(chunks)):
-            start, length, *factors = (t[first:last] for t in (*scanned[-2:], *f.tensors()))
+            start, length, *factors = (t[first:last] for t in (*places, *f.tensors()))
             intra.compute(x, start, length, factors, blocks=True, run=True)
             done.record(main)
             side.wait_event(done)
-            states.append(torch.empty_like(state))
             with torch.cuda.stream(side):
-                given = [*scanned[:-2], states[i], o, states[i + 1], *scanned[-2:], bounds[i]]
+                given = [*scanned, states[i], o, states[i + 1], *places, bounds[i]]
                 scan.forward(x, state.shape[0] * state.shape[1], given, run=True)
     finally:  # nothing is given back while the second stream may use it
         main.wait_stream(side)
@@ -63,17 +65,9 @@ def pieces(chunks: int) -> list[tuple[int, int]]:
 
 
 def bounds_on(chunks: int, device: torch.device) -> Tensor:
-    """Those of all pieces [pieces, 2] on a device."""
-    # one first made while a graph is captured would be filled only when the graph runs
-    make = _bounds_on.__wrapped__ if torch.cuda.is_current_stream_capturing() else _bounds_on
-    return make(chunks, device)
-
-
-@cache
-def _bounds_on(chunks: int, device: torch.device) -> Tensor:
-    # filled in, not copied: a graph would copy again from memory that is not there any more
-    rows = [[torch.full((), edge, device=device) for edge in piece] for piece in pieces(chunks)]
-    return torch.stack([torch.stack(row) for row in rows])
+    """Those of all pieces [pieces, 2] on a device; computed there, since a graph would copy from what is gone."""
+    edges = torch.arange(PIECES + 1, device=device) * chunks // PIECES
+    return edges.unfold(0, 2, 1).contiguous()
 
 
 @cache

@@ -1,18 +1,16 @@
 """Forward and backward of the whole operator, composed of the kernels."""
 
 from collections.abc import Hashable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import in_blocks
+from gdn2.ops.cuda.launch import aligned, in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
 from gdn2.ops.triton import ahead, overlap, plain, scans, stages
 from gdn2.ops.triton.stages import Factors
-from gdn2.ops.triton.table import Table
-from gdn2.ops.triton.table import chunk_table as table_of
+from gdn2.ops.triton.table import Table, chunk_table, dense_table
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
 
@@ -22,7 +20,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
-        x, table, state = contiguous(x), chunk_table(x, batch), state.contiguous()
+        x, table, state = contiguous(x), table_of(x, batch), state.contiguous()
         solve = batch.solve_precision
         ahead.compile_together(
             kind_of(x, table, solve, keep),
@@ -53,7 +51,7 @@ def backward(
 ) -> Gradients:
     """Gradients of all operands and of the initial state, from those of output and final state."""
     with torch.cuda.device_of(x.k):
-        x, table = contiguous(x), chunk_table(x, batch)
+        x, table = contiguous(x), table_of(x, batch)
         d_final, solve = d_final.contiguous(), batch.solve_precision
         return run_backward(x, table, state.contiguous(), solve, saved, do, d_final)
 
@@ -118,8 +116,12 @@ def restore(saved: list[Tensor], x: Operands, blocks: bool) -> Factors:
 
 
 def contiguous(x: Operands) -> Operands:
-    """The kernels take no strides."""
-    tensors = (None if t is None else t.contiguous() for t in (x.q, x.k, x.v, x.g, x.b, x.w))
+    """The kernels take no strides, and some only what begins where 16 bytes do.
+
+    So which of them run is never decided by addresses, which may differ from the forward to the backward.
+    """
+    given = (x.q, x.k, x.v, x.g, x.b, x.w)
+    tensors = (None if t is None else aligned(t.contiguous()) for t in given)
     return Operands(*tensors, x.scale)  # type: ignore[call-arg, arg-type]
 
 
@@ -128,23 +130,9 @@ def enlarged(batch: Batch) -> Batch:
     return batch._replace(chunk_size=max(batch.chunk_size, SMALLEST_CHUNK))
 
 
-def chunk_table(x: Operands, batch: Batch) -> Table:
-    """The table of a batch; those of dense batches are made once."""
+def table_of(x: Operands, batch: Batch) -> Table:
+    """The table of a batch."""
     batch = enlarged(batch)
     if batch.cu_seqlens is None:
         return dense_table(batch.rows, batch.length, batch.chunk_size, x.k.device)
-    return table_of(batch.cu_seqlens, batch.chunks, batch.chunk_size)
-
-
-def dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
-    """Equal lengths are packing too; made once, but not where its kernel is only captured or only compiled."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    is_empty = capturing or ahead.compiling()
-    make = _dense_table.__wrapped__ if is_empty else _dense_table
-    return make(rows, length, size, device)
-
-
-@cache
-def _dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
-    cu_seqlens = torch.arange(rows + 1, device=device) * length
-    return table_of(cu_seqlens, rows * ((length + size - 1) // size), size)
+    return chunk_table(batch.cu_seqlens, batch.chunks, batch.chunk_size)

@@ -20,6 +20,7 @@ from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.checks import CHUNK, MILD, Exact
+from gdn2.ops.triton.pipeline import contiguous
 from gdn2.ops.triton.table import Table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
@@ -183,3 +184,8 @@ def test_tensors_that_begin_anywhere_are_copied() -> None:
     part = aligned(whole[1:])
     assert part.data_ptr() % 16 == 0
     assert torch.equal(part, whole[1:])
+    x, _ = exact(MILD, torch.bfloat16).operands(CPU)
+    shifted = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in x[:-1]]
+    given = contiguous(Operands(*shifted, x.scale))  # type: ignore[call-arg, arg-type]
+    for t, other in zip(given[:-1], x[:-1], strict=True):
+        assert t.data_ptr() % 16 == 0 and torch.equal(t, other)

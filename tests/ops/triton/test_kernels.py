@@ -16,10 +16,9 @@ from torch import Tensor
 from gdn2.ops.arguments import new_state
 from gdn2.ops.chunk_op import pack
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import ahead, stages
-from gdn2.ops.triton.pipeline import dense_table
+from gdn2.ops.triton import stages
 from gdn2.ops.triton.stages import Factors
-from gdn2.ops.triton.table import Table, chunk_table
+from gdn2.ops.triton.table import Table, chunk_table, dense_table
 from tests.closeness import assert_close
 from tests.ops.cases import OPERANDS, Case, operands
 
@@ -310,16 +309,4 @@ def test_dense_table(rows: int, length: int) -> None:
     table = dense_table(rows, length, 32, torch.device("cpu"))
     made = [*zip(table.start.tolist(), table.length.tolist(), strict=True)]
     assert made == chunks_by_hand([length] * rows, 32)
-
-
-def test_a_dense_table_that_was_only_compiled_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor rehearses its checks where no kernel starts; what it asks for there is asked for again."""
-    started: list[object] = []
-    over = "gdn2.ops.triton.table.over"
-    monkeypatch.setattr(over, lambda *grid: lambda *given, **how: started.append(given))
-    token = ahead._compiling.set(True)
-    dense_table(3, 70, 32, torch.device("cpu"))
-    ahead._compiling.reset(token)
-    monkeypatch.undo()
-    assert len(started) == 1
-    test_dense_table(3, 70)
+    assert table.first.tolist() == [n * -(-length // 32) for n in range(rows + 1)]

@@ -12,6 +12,7 @@ from gdn2.ops.chunk_op import chunk_forward, pack
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch
 from gdn2.ops.triton import pipeline, plain, stages
+from gdn2.ops.triton.table import dense_table
 from tests.closeness import relative_error
 from tests.ops.cases import OPERANDS, Case, Result, operands, run
 from tests.ops.triton.test_operator import (
@@ -98,12 +99,12 @@ def test_what_was_before_a_pair_does_not_blur_its_decay() -> None:
     x = operands(case)
     x["g"][:, :41] = -1000.0
     given = pack(x["q"], x["k"], x["v"], x["g"], None, x["w"], 0.3)
-    table = pipeline.dense_table(1, 64, 64, CPU)
+    table = dense_table(1, 64, 64, CPU)
     do, d_final = torch.zeros_like(given.v), torch.zeros_like(x["initial_state"])
     do[40:] = 1.0
     grads, _ = plain.backward(given, table, x["initial_state"], do, d_final)
     late = Operands(*(None if t is None else t[40:] for t in given[:-1]), 0.3)  # type: ignore[call-arg, arg-type]
-    short = pipeline.dense_table(1, 24, 64, CPU)
+    short = dense_table(1, 24, 64, CPU)
     alone, _ = plain.backward(late, short, x["initial_state"], do[40:], d_final)
     for i in (0, 1, 2, 5):
         assert relative_error(grads[i][40:], alone[i]) < 1e-6, i  # sums of 41000 are known to 4e-3
