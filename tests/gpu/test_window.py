@@ -110,3 +110,12 @@ def test_gradients_of_a_sum(way: str) -> None:
     for actual, expected in zip(*results, strict=True):
         if expected.norm() > 1:  # those of queries and keys are sums that cancel
             assert relative_error(actual.double(), expected) < TOLERANCE[torch.bfloat16]
+
+
+def test_more_blocks_than_an_axis_of_a_grid_has() -> None:
+    from gdn2.ops.triton import window  # noqa: PLC0415 (needs Triton)
+
+    x = torch.randn(1, 70_000, 16, 1, 16, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    window.turn(x, y, True, add=False)
+    assert torch.equal(y, x.flip(2))

@@ -185,7 +185,9 @@ def test_tensors_that_begin_anywhere_are_copied() -> None:
     assert part.data_ptr() % 16 == 0
     assert torch.equal(part, whole[1:])
     x, _ = exact(MILD, torch.bfloat16).operands(CPU)
-    shifted = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in x[:-1]]
+    wider = [torch.cat([t.flatten()[:1], t.flatten()]) for t in x if isinstance(t, Tensor)]
+    shifted = [t[1:].view_as(x.q) for t in wider]
     given = contiguous(Operands(*shifted, x.scale))  # type: ignore[call-arg, arg-type]
     for t, other in zip(given[:-1], x[:-1], strict=True):
+        assert isinstance(t, Tensor) and isinstance(other, Tensor)
         assert t.data_ptr() % 16 == 0 and torch.equal(t, other)
