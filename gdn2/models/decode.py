@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -49,19 +50,27 @@ class EagerSteps:
         advance(self.model, self.sampling, self.now)
 
 
+def casts_anew(kind: str) -> torch.autocast:
+    """Autocast as it is, but keeping no weights that it has cast: those go when its block ends, a graph does not."""
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
 class GraphSteps:
     """Steps captured once in buffers of their own, then replayed."""
 
     def __init__(self, model: LanguageModel, sampling: Sampling, start: Decoding) -> None:
-        self.now = start.map(torch.clone)
+        with torch.inference_mode(False):  # whatever mode comes next may write to them
+            self.now = start.map(torch.clone)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(start.tokens.device):
+        with torch.cuda.device(start.tokens.device), casts_anew("cuda"):
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels, which a graph cannot hold
                 advance(model, sampling, self.now)
             torch.cuda.current_stream().wait_stream(aside)
-            with torch.cuda.graph(self._graph):
+            # what other threads do meanwhile, such as copies of a loader, is not captured and no mistake
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 advance(model, sampling, self.now)
 
     def load(self, start: Decoding) -> None:
@@ -89,7 +98,7 @@ class Steps:
     def start(self, start: Decoding, sampling: Sampling) -> EagerSteps | GraphSteps:
         """Steps from here on; `start` is not to be used again."""
         if self.eager_because is None:
-            key = (sampling, *(x.shape for x in start.tensors()))
+            key = self._key(start, sampling)
             try:
                 if key not in self._graphs:
                     while len(self._graphs) >= self.most_graphs:
@@ -102,6 +111,14 @@ class Steps:
                 self._graphs[key].load(start)
                 return self._graphs[key]
         return EagerSteps(self.model, sampling, start)
+
+    def _key(self, start: Decoding, sampling: Sampling) -> Hashable:
+        """What a graph is of: its buffers, what autocast makes of them, and the weights where they lie."""
+        kind = start.tokens.device.type
+        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        buffers = tuple((x.shape, x.dtype) for x in start.tensors())
+        weights = chain(self.model.parameters(), self.model.buffers())
+        return sampling, cast_to, buffers, tuple(x.data_ptr() for x in weights)
 
 
 def why_eager(model: LanguageModel) -> str | None:

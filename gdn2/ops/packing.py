@@ -50,7 +50,20 @@ def check_cu_seqlens(
         _check_offsets(cu_seqlens.tolist(), length)
     elif _passed.get(cu_seqlens) != (length, cu_seqlens._version):
         _check_offsets(cu_seqlens.tolist(), length)
-        _passed[cu_seqlens] = (length, cu_seqlens._version)
+        _pass(cu_seqlens, length)
+
+
+def moved_offsets(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
+    """Offsets that pack `length` tokens, checked here before they go to a device: nobody waits for them there."""
+    check_cu_seqlens(cu_seqlens, 1, length)
+    moved = cu_seqlens.to(device, non_blocking=True)
+    if not moved.is_inference():
+        _pass(moved, length)
+    return moved
+
+
+def _pass(cu_seqlens: Tensor, length: int) -> None:
+    _passed[cu_seqlens] = (length, cu_seqlens._version)
 
 
 def _check_offsets(offsets: list[int], length: int) -> None:

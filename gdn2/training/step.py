@@ -10,6 +10,7 @@ from torch import Tensor
 from gdn2.data.batch import IGNORED, Batch
 from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
+from gdn2.ops.packing import moved_offsets
 from gdn2.training.optimiser import ClippingAdamW
 from gdn2.training.shard import accumulate, gradient_norm, synchronise
 from gdn2.training.world import World
@@ -90,4 +91,5 @@ def on_device(batch: Batch, device: torch.device) -> tuple[Tensor, Layout]:
     ids = batch.ids.to(device, non_blocking=True)
     if batch.cu_seqlens is None:
         return ids, Layout.dense(*ids.shape)
-    return ids, Layout.packed(batch.cu_seqlens.to(device, non_blocking=True), ids.shape[1])
+    cu_seqlens = moved_offsets(batch.cu_seqlens, ids.shape[1], device)
+    return ids, Layout.packed(cu_seqlens, ids.shape[1])

@@ -76,6 +76,22 @@ def test_generation_by_graphs_is_eager_generation(name: str) -> None:
     assert steps.eager_because is None
 
 
+def test_graphs_outlive_the_autocast_they_were_captured_under() -> None:
+    """Each of its blocks casts weights anew and forgets them; memory is overwritten in between."""
+    model, rows = make("gdn2-1m-hybrid", torch.float32), prompts(33, 5)
+    stop, steps = Stop(max_tokens=24), Steps(model)
+    for inference in (True, False):
+        with torch.inference_mode(inference), torch.autocast("cuda", torch.bfloat16):
+            found = generate(model, rows, stop=stop, steps=steps)
+        torch.full((1 << 28,), torch.nan, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            assert generate(model, rows, stop=stop, steps=steps) == found
+        assert generate(model, rows, stop=stop, steps=steps) == generate(
+            model, rows, stop=stop, steps=eager(model)
+        )
+    assert steps.eager_because is None
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_ragged_batches_and_forks_in_fp64(sampling: Sampling) -> None:
     """Every mixer there is, where rounding cannot hide anything."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn2.layers.config import MixerConfig
+from gdn2.layers.joint import lay_side_by_side
 from gdn2.models import decode
 from gdn2.models.decode import Steps
 from gdn2.models.generate import Completion, Stop, collect, generate, go_on, stream
@@ -299,6 +301,47 @@ def test_graphs_are_captured_once_per_batch_size(
     assert generate(model, rows, stop=stop, seed=2, sampling=WARM, steps=steps) == expected
     generate(model, rows[:3], stop=stop, steps=steps)
     assert len(steps._graphs) == 1
+
+
+def test_a_graph_serves_what_it_was_captured_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not under another autocast, not for a state of another dtype, and not when weights have moved."""
+    monkeypatch.setattr(decode, "why_eager", lambda model: None)
+    monkeypatch.setattr(decode, "GraphSteps", Replayed)
+    model = make().float()
+    steps, eager = Steps(model), Steps(model)
+    eager.eager_because = "the test asks for it"
+
+    def generated(*ways: torch.autocast) -> int:
+        """The graphs there are after two generations, which say what eager ones say."""
+        with ExitStack() as stack:
+            for way in ways:
+                stack.enter_context(way)
+            expected = generate(model, [[1, 2]], stop=Stop(max_tokens=4), steps=eager)
+            for _ in range(2):
+                found = generate(model, [[1, 2]], stop=Stop(max_tokens=4), steps=steps)
+                assert found == expected
+        return len(steps._graphs)
+
+    assert generated() == 1
+    assert generated(torch.autocast("cpu", torch.bfloat16)) == 2
+    assert generated(torch.autocast("cpu", torch.float16)) == 3
+    assert generated(torch.autocast("cpu", enabled=False)) == 3
+    with torch.inference_mode():
+        assert generated() == 3
+    lay_side_by_side(model)
+    assert generated() == 4
+    model.double()
+    assert generated() == 5
+
+
+def test_a_graph_casts_by_itself() -> None:
+    with torch.autocast("cpu", torch.float16):
+        with decode.casts_anew("cpu"):
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+            assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
+    with decode.casts_anew("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
 
 
 loose: Any = generate  # takes what types forbid

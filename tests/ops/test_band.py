@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from threading import Thread
@@ -146,6 +147,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(band, "lack", lambda device: band.lack_of_package())
     monkeypatch.setattr(band, "_handles", band._Handles())
     monkeypatch.setattr(band, "_plans", {})
+    monkeypatch.setattr(band, "_captured", {})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -314,6 +316,21 @@ def test_plans_are_kept_up_to_a_number(
     for length in (8, 12, 16, 8):
         assert band.attend(*given(length), 4, 0.3) is not None
     assert [problem.shape[1] for _, problem in band._plans] == [16, 8]
+
+
+def test_plans_that_were_captured_are_kept_for_ever(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    band.attend(*given(8), 4, 0.3)
+    [plan] = band._plans.values()
+    assert plan is not None
+    there = weakref.ref(plan.graph)
+    del plan
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert band.attend(*given(8), 4, 0.3) is not None
+    band._plans.clear()
+    gc.collect()
+    assert there() is not None
 
 
 def test_what_lies_otherwise_is_copied() -> None:

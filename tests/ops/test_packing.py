@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn2.ops.packing import check_cu_seqlens, check_operand, positions, sequence_ids
+from gdn2.ops import packing
+from gdn2.ops.packing import (
+    check_cu_seqlens,
+    check_operand,
+    moved_offsets,
+    positions,
+    sequence_ids,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [[1], [0], [0, 0], [5], [3, 4], [0, 2, 0, 0, 1, 0], [1, 1, 1], [63, 0, 65, 130, 2]]
@@ -80,3 +87,29 @@ def test_offsets_are_checked_again_when_they_or_the_length_change() -> None:
 def test_bad_operands_are_named(operand: Tensor) -> None:
     with pytest.raises(ValueError, match=r"^w is .*, expected floating point \(2, 3\) on cpu$"):
         check_operand("w", operand, (2, 3), CPU)
+
+
+def test_offsets_are_checked_before_they_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = moved_offsets(offsets([2, 0, 3]), 5, CPU)
+    monkeypatch.setattr(packing, "_check_offsets", lambda *_: pytest.fail("looked at again"))
+    check_cu_seqlens(moved, 1, 5, CPU)
+    monkeypatch.undo()
+    moved[1] = 9
+    for bad in (moved, offsets([2, 2])):
+        with pytest.raises(ValueError, match="cu_seqlens (falls from 9|ends at 4)"):
+            moved_offsets(bad, 5, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_nobody_waits_for_offsets_that_were_moved() -> None:
+    given, device = offsets([2, 0, 3]).pin_memory(), torch.device("cuda", 0)
+    torch.empty(1, device=device)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = moved_offsets(given, 5, device)
+        check_cu_seqlens(moved, 1, 5, device)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert moved.tolist() == [0, 2, 2, 5]

@@ -57,6 +57,9 @@ class Plan(NamedTuple):
 
 Make = Callable[[Any, Any, Problem], dict[str, Any]]
 _plans: dict[tuple[Make, Problem], Plan | None] = {}  # None where cuDNN cannot
+_captured: dict[
+    int, Plan
+] = {}  # by their graphs: a CUDA graph may run their code for as long as the process does
 
 
 def lack(device: torch.device) -> str | None:
@@ -150,9 +153,9 @@ def _problem(
 
 def planned(make: Make, problem: Problem) -> Plan | None:
     """The plan of a problem; None where cuDNN has none, which is said once, or while a graph is captured."""
-    key = make, problem
+    key, capturing = (make, problem), torch.cuda.is_current_stream_capturing()
     if key not in _plans:
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             return None
         while len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]  # the oldest
@@ -162,7 +165,10 @@ def planned(make: Make, problem: Problem) -> Plan | None:
             _plans[key] = None
             reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
             warnings.warn(f"gdn2 attends without cuDNN's windows: {reason}", stacklevel=2)
-    return _plans[key]
+    plan = _plans[key]
+    if capturing and plan is not None:
+        _captured[id(plan.graph)] = plan
+    return plan
 
 
 def _build(make: Make, problem: Problem) -> Plan:
