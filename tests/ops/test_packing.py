@@ -96,7 +96,7 @@ def test_offsets_are_checked_before_they_are_moved(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     moved[1] = 9
     for bad in (moved, offsets([2, 2])):
-        with pytest.raises(ValueError, match="cu_seqlens (falls from 9|ends at 4)"):
+        with pytest.raises(ValueError, match=r"cu_seqlens (falls from 9|ends at 4)"):
             moved_offsets(bad, 5, CPU)
 
 
