@@ -17,13 +17,19 @@ ROOT = Path(__file__).parents[3]
 
 
 def compile_kernels(kernels: str, cases: list[str], cache: Path) -> list[tuple[str, str, Any]]:
-    """Compile in a process that does not interpret."""
-    command = [sys.executable, "-m", "tests.ops.triton.compile_kernels", kernels, *cases]
+    """Bytes of shared memory, or what is wrong, of each kernel in each case."""
+    rows = run("compile_kernels", [kernels, *cases], cache)
+    return [(case, kernel, result) for case, kernel, result in rows]
+
+
+def run(script: str, given: list[str], cache: Path) -> Any:
+    """What a script says that does not interpret."""
+    command = [sys.executable, "-m", f"tests.ops.triton.{script}", *given]
     env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [(case, kernel, result) for case, kernel, result in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 def check_compiled(rows: list[tuple[str, str, Any]]) -> None:
@@ -54,40 +60,9 @@ def test_the_gradient_of_a_convolution_is_loaded_ahead(tmp_path: Path) -> None:
     assert shared == waiting * conv_launch.BACKWARD_TILE * 2
 
 
-def test_the_gradient_of_an_activation_compiles(tmp_path: Path) -> None:
-    """Each number meets its own only: nothing is shared."""
-    cases = [f"{target},{dtype},128,64" for target in (86, 90, 100) for dtype in ("bf16", "fp32")]
-    rows = compile_kernels("swiglu_gradient", cases, tmp_path)
-    assert rows == [(case, "swiglu_gradient_kernel", 0) for case in cases]
-
-
 HOPPER_AND_OTHERS = pytest.mark.parametrize(
     "targets", [(90,), pytest.param((80, 86, 100, 120), marks=pytest.mark.slow)], ids=str
 )
-
-
-@HOPPER_AND_OTHERS
-@pytest.mark.parametrize(
-    ("kernels", "launches"), [("rank_reads,rank_reads_gradient", 4), ("cross_entropy,scaled", 2)]
-)
-def test_reads_of_ranks_and_the_loss_compile(
-    kernels: str, launches: int, targets: tuple[int, ...], tmp_path: Path
-) -> None:
-    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    rows = compile_kernels(kernels, cases, tmp_path)
-    assert len(rows) == launches * len(cases)
-    check_compiled(rows)
-
-
-@HOPPER_AND_OTHERS
-def test_what_lies_between_maps_and_rule_compiles(targets: tuple[int, ...], tmp_path: Path) -> None:
-    cases = [f"{target},{dtype},64,64" for target in targets for dtype in ("bf16", "fp32")]
-    kernels = ("table", "gates", "gates_gradient", "rotary", "copy_rows", "squares")
-    rows = compile_kernels(",".join(kernels), cases, tmp_path)
-    for case in cases:
-        compiled = {name.removesuffix("_kernel") for c, name, _ in rows if c == case}
-        assert compiled == set(kernels)
-    check_compiled(rows)
 
 
 @HOPPER_AND_OTHERS
@@ -110,3 +85,23 @@ def test_all_kernels_compile(architecture: tuple[int, int], tmp_path: Path) -> N
     assert len(rows) == (len(KERNELS) + 1) * len(usual)
     large = [f"{target},{sizes}" for sizes in ("bf16,128,128", "bf16,256,128", "fp32,256,64")]
     check_compiled(rows + compile_kernels("scan,scan_reverse", large, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtypes"),
+    [
+        ((9, 0), ["bf16"]),
+        *(pytest.param(one, ["bf16", "fp32"], marks=pytest.mark.slow) for one in ARCHITECTURES),
+    ],
+    ids=str,
+)
+def test_what_the_doctor_starts_compiles(
+    architecture: tuple[int, int], dtypes: list[str], tmp_path: Path
+) -> None:
+    """Every kernel, for the arguments it is given."""
+    target = "{}{}".format(*architecture)
+    found = run("compile_checks", [target, *dtypes], tmp_path)
+    assert found["stopped"] == {}
+    for name, variants in found["compiled"].items():
+        assert variants, f"{name} is started by no check"
+        assert max(variants) <= ARCHITECTURES[architecture].shared_memory, name
