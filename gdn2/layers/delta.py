@@ -223,7 +223,7 @@ class DeltaMixer(nn.Module):
         if self.config.output_gate == "none":
             return self.norm(o)
         gate = self._value_heads(self._second(self.gate_proj, made["gate"]))
-        return self.norm.gated(o, gate, self.config.output_gate)
+        return self.norm(o, gate, self.config.output_gate)
 
     def _key_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.config.num_heads, -1))

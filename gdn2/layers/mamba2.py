@@ -58,7 +58,7 @@ class Mamba2Mixer(nn.Module):
         g = -self.decay_log_rate.to(wide).exp() * dt
         o, memory = run_rule(mamba2(q, k, v, g, dt), memory, layout, inplace, self.recompute)
         o = (o + self.skip.to(o.dtype).unsqueeze(-1) * v).flatten(-2)
-        y = self.out_proj(self.norm.gated(o, gate, "silu", gate_first=True))
+        y = self.out_proj(self.norm(o, gate, "silu", gate_first=True))
         return y, None if memory is None else Mamba2State(memory, past)
 
     def new_state(self, rows: int, capacity: int = 0) -> Mamba2State:

@@ -8,20 +8,23 @@ from gdn2.ops.norm import GateActivation, add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean x² + eps) ⊙ weight."""
+    """norm(x) = x / sqrt(mean x² + eps) ⊙ weight, perhaps with a gate."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-    def gated(
-        self, x: Tensor, gate: Tensor, activation: GateActivation, gate_first: bool = False
+    def forward(
+        self,
+        x: Tensor,
+        gate: Tensor | None = None,
+        activation: GateActivation = "silu",
+        gate_first: bool = False,
     ) -> Tensor:
-        """norm(x) ⊙ act(gate), or norm(x ⊙ act(gate)) with the gate first."""
+        """norm(x); norm(x) ⊙ act(gate), or norm(x ⊙ act(gate)) with the gate first."""
+        if gate is None:
+            return rms_norm(x, self.weight, self.eps)
         return gated_rms_norm(
             x, gate, self.weight, self.eps, activation=activation, gate_first=gate_first
         )

@@ -5,27 +5,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from gdn2.layers.norm import RMSNorm
 from gdn2.models.language_model import LanguageModel
 from tests.closeness import assert_close
 from tests.layers.cases import DELTA, MIXERS, Doubling
 from tests.models.cases import VOCABULARY, config, gradients, logits_of, make, tokens
 
 EXACT = 1e-10
-NORMS = ("mixer_norm", "mlp_norm", "norm")
 
 
 def test_norms_with_hooks_or_adapters_are_called() -> None:
-    model, ids = make(config(DELTA, MIXERS["window"], layers=2)), tokens(2, 9)
+    mixers = DELTA, MIXERS["window"], MIXERS["mamba2"], MIXERS["mamba3"]
+    model, ids = make(config(*mixers, layers=4)), tokens(2, 9)
     plain = logits_of(model, ids)
-    norms = [
-        x
-        for name, x in model.named_modules()
-        if name.split(".")[-1] in NORMS and ".mixer." not in name
-    ]
+    norms = [x for x in model.modules() if isinstance(x, RMSNorm)]
     seen: list[nn.Module] = []
     hooks = [x.register_forward_hook(lambda norm, *_: seen.append(norm)) for x in norms]
     assert_close("logits", logits_of(model, ids), plain, EXACT)
-    assert len(norms) == 5 and seen == norms
+    assert len(norms) > 10 and len(seen) == len(norms) and {*seen} == {*norms}
     for hook in hooks:
         hook.remove()
     model.norm = Doubling(model.norm)  # type: ignore[assignment]
