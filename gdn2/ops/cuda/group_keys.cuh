@@ -163,6 +163,9 @@ struct Between {
 // place of what has been taken back: left in registers, compilers would sum it up at the very end and keep all terms.
 DEVICE Float4& read_before(char* memory, int kind) { return aside<Float4>(memory, 4 * kind + 2); }
 
+// So do the sums of the first half's log-decays, which the second half does not need.
+DEVICE Float4& last_of_first(char* memory) { return aside<Float4>(memory, 4 * QUERIES + 3); }
+
 DEVICE void meet_halves(Between& to, char* memory, const Each& L) {
     const Pairs K = load_pairs(memory + AT_K, 0), tails = take_back(memory, TAILS, 0);
 #pragma unroll
@@ -234,7 +237,7 @@ DEVICE Pairs load_gates(const char* memory, const Part& chunk, const Inputs& x, 
     Pairs to;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const int token = HALF * half + own_token() + 2 * n;
+        const int token = HALF * half + 8 * (own_thread() & 3) + 2 * n;  // not kept for later
         const u32 a = chunk.gate<B_WIDTH>(x.b, token, 0), b = chunk.gate<B_WIDTH>(x.b, token + 1, 0);
         to.v[n][0] = to.v[n][1] = (a & 0xffffu) | (b << 16);
     }
@@ -247,7 +250,8 @@ DEVICE void place_erased(char* memory, const Each& db, int half) {
     for (int i = 0; i < 8; i++) {
         const float sum = over_tokens(db.v[i / 2][i % 2] + db.v[i / 2][2 + i % 2]);  // over lanes of other channels
         const int token = HALF * half + own_token() + i;
-        if (threadIdx.x % 32 < 4) reinterpret_cast<float*>(memory + AT_ERASED)[C * (threadIdx.x / 32) + token] = sum;
+        const u32 thread = own_thread();
+        if (thread % 32 < 4) reinterpret_cast<float*>(memory + AT_ERASED)[C * (thread / 32) + token] = sum;
     }
 }
 
@@ -273,6 +277,7 @@ template <int HALF_AT> DEVICE void half_gradients(
     const auto query = [&](int n, int e) { return one_of(Q.v[n][e >> 1], e & 1) * x.scale; };
     reader_gradient<HALF_AT>(
         dX, d_keys, between, query, lifted, key, key_rest, memory, QUERIES);
+    if (B_WIDTH == D && HALF_AT == 1) last_of_first(memory) = {{between.last[0][0], between.last[0][1]}};
     {
         Each dQ;
 #pragma unroll
@@ -305,6 +310,10 @@ template <int HALF_AT> DEVICE void half_gradients(
     // What a log-decay gets: all that is read from the half's start at its token or later, less what the half's own
     // keys gave to that; what the keys before its token pass on to the half's end; and what passes the whole half.
     const Pairs tails = take_back(memory, TAILS, HALF_AT);
+    if (B_WIDTH == D && HALF_AT == 0) {
+        const Float4 last = last_of_first(memory);
+        between.last[0][0] = last.v[0], between.last[0][1] = last.v[1];
+    }
     float total[2] = {0.0f, 0.0f};
     Each dK;
 #pragma unroll

@@ -160,7 +160,8 @@ DEVICE void fetch_states(char* memory, i64 index, const Inputs& x) {
     }
 }
 
-// Where a thread finds what it has put aside.
+// Where a thread finds what it has put aside. Its place is known anew each time where gates of each channel take the
+// registers that would keep it.
 template <class T> DEVICE T& aside(char* memory, int slot) {
-    return reinterpret_cast<T*>(memory + AT_ASIDE)[slot * THREADS + threadIdx.x];
+    return reinterpret_cast<T*>(memory + AT_ASIDE)[slot * THREADS + (B_WIDTH == D ? own_thread() : threadIdx.x)];
 }
