@@ -57,9 +57,8 @@ class Plan(NamedTuple):
 
 Make = Callable[[Any, Any, Problem], dict[str, Any]]
 _plans: dict[tuple[Make, Problem], Plan | None] = {}  # None where cuDNN cannot
-_captured: dict[
-    int, Plan
-] = {}  # by their graphs: a CUDA graph may run their code for as long as the process does
+# By their graphs: a CUDA graph that was captured may run their code for as long as the process does.
+_captured: dict[int, Plan] = {}
 
 
 def lack(device: torch.device) -> str | None:
