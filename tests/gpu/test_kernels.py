@@ -242,6 +242,21 @@ def test_compiles(case: Case) -> None:
     assert_same_bits(Result(o, state, dict(zip(leaves, grads, strict=True))), run(case))
 
 
+@each_layout
+def test_graphs_of_a_compiler(case: Case) -> None:
+    """It warms up, captures and replays, forward and backward; nothing stays in its memory, all bits are the same."""
+    torch._dynamo.reset()
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(rule, mode="reduce-overhead")
+    leaves = on_gpu(case)
+    expected = run(case)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        results = compiled(leaves, **options(case, "triton"))
+        grads = torch.autograd.grad(results, list(leaves.values()), weights(case, results))
+        o, state, *copies = (x.detach().clone() for x in (*results, *grads))
+        assert_same_bits(Result(o, state, dict(zip(leaves, copies, strict=True))), expected)
+
+
 def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """A graph of one call, after a few on a side stream, and the tensors that each replay fills."""
     side = torch.cuda.Stream()
