@@ -136,16 +136,6 @@ DEVICE void announce_own(char* signal) {
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LAST> DEVICE void wait_for_series() { asm volatile("cp.async.wait_group %0;" :: "n"(LAST) : "memory"); }
 
-// The same number, which compilers do not know: what is made of it is made again instead of being kept.
-DEVICE float forgotten(float x) {
-    asm volatile("" : "+f"(x));
-    return x;
-}
-DEVICE u32 forgotten(u32 x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 // A barrier of one group.
 DEVICE void await_group() {
     asm volatile("bar.sync %0, 128;" :: "r"(static_cast<int>(threadIdx.x / 128) + 1) : "memory");

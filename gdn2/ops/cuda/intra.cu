@@ -145,10 +145,13 @@ template <bool FULL> DEVICE void chunk_factors(
         }
         __syncthreads();
     }
-    written_values(values, memory, chunk, x, place);
+    // Known anew, or what was made of it would take registers of the scores; where gates are few there are enough.
+    const u32 thread = D == 128 && W_WIDTH == 1 ? threadIdx.x : forgotten(static_cast<u32>(threadIdx.x));
+    const Place again(thread / 32, thread % 32);
+    written_values(values, memory, chunk, x, again);
     invert(memory, warp, lane);
-    store_columns(memory + AT_T, E_bar, place);
-    store_columns(memory + AT_WORK, values, place);
+    store_columns(memory + AT_T, E_bar, again);
+    store_columns(memory + AT_WORK, values, again);
     store_inverse(memory, to, chunk.index);
     store_scores(memory, to, chunk.index);
     __syncthreads();

@@ -122,3 +122,13 @@ DEVICE void prefetch(const void* from, int bytes) {
 }
 
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) char name[]
+
+// The same number, which compilers do not know: what is made of it is made again instead of being kept.
+DEVICE float forgotten(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+DEVICE u32 forgotten(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
