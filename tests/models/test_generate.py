@@ -2,8 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gdn2.layers.config import MixerConfig
-from gdn2.layers.joint import lay_side_by_side
 from gdn2.models import decode
 from gdn2.models.decode import Steps
 from gdn2.models.generate import Completion, Stop, collect, generate, go_on, stream
@@ -251,97 +248,6 @@ def bytes_of_steps(model: LanguageModel, state: ModelState) -> int:
         for _ in range(3):
             model.next_token_logits(tokens(1, 1), state, inplace=True)
     return sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
-
-
-def test_on_a_cpu_steps_are_eager_and_say_why(model: LanguageModel) -> None:
-    assert Steps(model).eager_because == "CUDA graphs need a CUDA GPU, not cpu"
-
-
-def test_a_failed_capture_is_said_and_decoded_eagerly(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(decode.GraphSteps):
-        def __init__(self, *given: object) -> None:
-            raise RuntimeError("out of luck\nand much more")
-
-    stop = Stop(max_tokens=4)
-    expected = generate(model, [[1, 2]], stop=stop)
-    monkeypatch.setattr(decode, "why_eager", lambda model: None)
-    monkeypatch.setattr(decode, "GraphSteps", Failing)
-    with pytest.warns(UserWarning, match="^gdn2 decodes eagerly, no CUDA graph: out of luck$"):
-        assert generate(model, [[1, 2]], stop=stop) == expected
-
-
-class Replayed(decode.GraphSteps):
-    """As a graph, with the step itself in place of its capture."""
-
-    def __init__(self, model: LanguageModel, sampling: Sampling, start: decode.Decoding) -> None:
-        self.now, self.given = start.map(torch.clone), (model, sampling)
-
-    def step(self) -> None:
-        decode.advance(*self.given, self.now)
-
-
-def test_graphs_are_captured_once_per_batch_size(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Buffers stay where they are, idle rows wait until half have ended, and nobody's tokens change."""
-    rows = prompts(*RAGGED)
-    free = generate(model, rows, stop=Stop(max_tokens=12), seed=2, sampling=WARM)
-    stop = Stop(max_tokens=12, ids=sorted({free[0].tokens[3], free[2].tokens[5]}))
-    expected = generate(model, rows, stop=stop, seed=2, sampling=WARM)
-    monkeypatch.setattr(decode, "why_eager", lambda model: None)
-    monkeypatch.setattr(decode, "GraphSteps", Replayed)
-    steps = Steps(model)
-    for _ in range(2):
-        assert generate(model, rows, stop=stop, seed=2, sampling=WARM, steps=steps) == expected
-    sizes = [len(graph.now.tokens) for graph in steps._graphs.values()]
-    assert all(smaller <= larger / 2 for larger, smaller in pairwise(sizes))
-    monkeypatch.setattr(Steps, "most_graphs", 1)
-    assert generate(model, rows, stop=stop, seed=2, sampling=WARM, steps=steps) == expected
-    generate(model, rows[:3], stop=stop, steps=steps)
-    assert len(steps._graphs) == 1
-
-
-def test_a_graph_serves_what_it_was_captured_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not under another autocast, not for a state of another dtype, and not when weights have moved."""
-    monkeypatch.setattr(decode, "why_eager", lambda model: None)
-    monkeypatch.setattr(decode, "GraphSteps", Replayed)
-    model = make().float()
-    steps, eager = Steps(model), Steps(model)
-    eager.eager_because = "the test asks for it"
-
-    def generated(*ways: torch.autocast) -> int:
-        """The graphs there are after two generations, which say what eager ones say."""
-        with ExitStack() as stack:
-            for way in ways:
-                stack.enter_context(way)
-            expected = generate(model, [[1, 2]], stop=Stop(max_tokens=4), steps=eager)
-            for _ in range(2):
-                found = generate(model, [[1, 2]], stop=Stop(max_tokens=4), steps=steps)
-                assert found == expected
-        return len(steps._graphs)
-
-    assert generated() == 1
-    assert generated(torch.autocast("cpu", torch.bfloat16)) == 2
-    assert generated(torch.autocast("cpu", torch.float16)) == 3
-    assert generated(torch.autocast("cpu", enabled=False)) == 3
-    with torch.inference_mode():
-        assert generated() == 3
-    lay_side_by_side(model)
-    assert generated() == 4
-    model.double()
-    assert generated() == 5
-
-
-def test_a_graph_casts_by_itself() -> None:
-    with torch.autocast("cpu", torch.float16):
-        with decode.casts_anew("cpu"):
-            assert torch.get_autocast_dtype("cpu") == torch.float16
-            assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
-        assert torch.is_autocast_cache_enabled()
-    with decode.casts_anew("cpu"):
-        assert not torch.is_autocast_enabled("cpu")
 
 
 loose: Any = generate  # takes what types forbid
