@@ -109,7 +109,7 @@ class TwinTrainer:
 def unseen_steps(trainer: Trainer | TwinTrainer, batches: Iterable[Batch]) -> Callable[[], float]:
     """A call that takes a step on the next batch: one that comes again and again is soon known by heart.
 
-    Then gradients vanish, and so does some of the power that a GPU takes to multiply them.
+    Its gradients become small then, and a GPU may take less power to multiply them.
     """
     following = iter(batches)
     return lambda: trainer.step(next(following))

@@ -67,8 +67,8 @@ def chunk_table(cu_seqlens: Tensor, chunks: int, size: int) -> Table:
 def dense_table(rows: int, length: int, size: int, device: torch.device) -> Table:
     """Equal lengths are packing too.
 
-    Made anew for each call: one that is kept would have to be filled on every stream, and never by what a graph
-    captures or a compiler tries.
+    Not kept from call to call: another stream may read it before it is filled, and a kernel that is only captured or
+    only compiled fills nothing.
     """
     return _build(None, rows, rows * ((length + size - 1) // size), length, size, device)
 

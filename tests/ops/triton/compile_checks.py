@@ -19,12 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from gdn2.ops import triton as kernels
+from gdn2.ops.cuda import band
+from gdn2.ops.cuda.launch import BACKWARD, FORWARD, GRADIENT, GROUP_GRADIENT, INTRA, PLAIN
 from gdn2.ops.triton import ahead, launch, plain
 from gdn2.ops.triton.checks import CHECKS
 from tests.ops.triton.compile_kernels import DTYPES
 
-CUDA = ("intra", "plain_scan", "forward_scan", "backward_scans", "gradient", "group_gradient")
-ELSEWHERE = (*CUDA, "band")  # not Triton's
+ELSEWHERE = (INTRA, PLAIN, FORWARD, BACKWARD, GRADIENT, GROUP_GRADIENT, band.NAME)  # not Triton's
 NOT_ON_GPUS = (plain.NAME, "fp32")
 
 

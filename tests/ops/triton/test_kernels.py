@@ -16,7 +16,7 @@ from torch import Tensor
 from gdn2.ops.arguments import new_state
 from gdn2.ops.chunk_op import pack
 from gdn2.ops.operands import Operands
-from gdn2.ops.triton import stages
+from gdn2.ops.triton import overlap, stages
 from gdn2.ops.triton.stages import Factors
 from gdn2.ops.triton.table import Table, chunk_table, dense_table
 from tests.closeness import assert_close
@@ -310,3 +310,11 @@ def test_dense_table(rows: int, length: int) -> None:
     made = [*zip(table.start.tolist(), table.length.tolist(), strict=True)]
     assert made == chunks_by_hand([length] * rows, 32)
     assert table.first.tolist() == [n * -(-length // 32) for n in range(rows + 1)]
+
+
+@pytest.mark.parametrize("chunks", [256, 257, 1023])
+def test_pieces_of_one_sequence(chunks: int) -> None:
+    """All chunks, one piece behind the other; the same on the host and on a device."""
+    pieces = overlap.pieces(chunks)
+    assert overlap.bounds_on(chunks, torch.device("cpu")).tolist() == [[*piece] for piece in pieces]
+    assert [chunk for first, last in pieces for chunk in range(first, last)] == [*range(chunks)]
