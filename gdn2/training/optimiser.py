@@ -55,6 +55,7 @@ class ClippingAdamW(torch.optim.AdamW):
             left = self._move(group, columns)
             for column in columns:
                 column[:] = [column[i] for i in left]
+        grads[:] = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
         return has_complex
 
     def _move(self, group: dict[str, Any], columns: Sequence[list[Tensor]]) -> list[int]:

@@ -23,7 +23,10 @@ from gdn2.models.initialisation import initialise
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
 from gdn2.ops.squares import sum_of_squares
+from gdn2.training.narrow import NarrowCopies
 from gdn2.training.world import World
+
+_COPIES = "_narrow_copies"  # of a model, where it has any
 
 
 def build_model(
@@ -56,12 +59,16 @@ def build_model(
     model.recompute_factors(recompute)
     if compile:
         _compile(model)
-    if world.size > 1 or weights != compute:
-        _shard(model, world.mesh or world.mesh_of_one(), None if weights == compute else compute)
+    if weights != compute:
+        _let_biases_be_wide(model)
+    if world.mesh is not None:
+        _shard(model, world.mesh, None if weights == compute else compute)
     model.to_empty(device=world.device)
     initialise(model, config, seed, _place)
-    if world.size == 1 and weights == compute:
+    if world.mesh is None and weights == compute:
         lay_in_blocks(model)
+    elif world.mesh is None:
+        setattr(model, _COPIES, NarrowCopies(model, compute))
     return model
 
 
@@ -75,6 +82,7 @@ def accumulate(model: LanguageModel, last: bool) -> None:
 
 def synchronise(model: LanguageModel, world: World) -> None:
     """Average the gradients of the vectors; call once a step, after the last backward."""
+    _take_out_copies(model)
     vectors = [x.grad for x in model.parameters() if not isinstance(x, DTensor)]
     gradients = [gradient for gradient in vectors if gradient is not None]
     if world.size == 1 or not gradients:
@@ -117,10 +125,17 @@ def whole_model(config: ModelConfig, weights: dict[str, Tensor]) -> LanguageMode
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that a forward without backward has left; its parameters are the shards again."""
+    """Free the whole weights that a forward without backward has left; its parameters are those that are trained."""
+    _take_out_copies(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _take_out_copies(model: nn.Module) -> None:
+    copies: NarrowCopies | None = getattr(model, _COPIES, None)
+    if copies is not None:
+        copies.take_out()
 
 
 class _WideBias(nn.Linear):
@@ -176,10 +191,12 @@ def _shard(model: LanguageModel, mesh: DeviceMesh, compute: torch.dtype | None) 
         fully_shard(
             module, mesh=mesh, mp_policy=policy, ignored_params=vectors, reshard_after_forward=False
         )
-    if compute is not None:
-        for module in model.modules():
-            if type(module) is nn.Linear and module.bias is not None:
-                module.__class__ = _WideBias
+
+
+def _let_biases_be_wide(model: LanguageModel) -> None:
+    for module in model.modules():
+        if type(module) is nn.Linear and module.bias is not None:
+            module.__class__ = _WideBias
 
 
 def _place(parameter: nn.Parameter, value: Tensor) -> None:

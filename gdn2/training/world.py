@@ -98,14 +98,6 @@ class World:
         """Wait for all."""
         self.any(False)
 
-    def mesh_of_one(self) -> DeviceMesh:
-        """A mesh for a single process, where `fully_shard` is wanted for its mixed precision."""
-        assert self.size == 1
-        if not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1)
-        return init_device_mesh(self.device.type, (1,), mesh_dim_names=("shard",))
-
     def close(self) -> None:
         """Leave the others; nothing may be asked of them afterwards."""
         if dist.is_initialized():

@@ -16,7 +16,14 @@ from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
 from gdn2.models.presets import preset
 from gdn2.ops.maps import maps, side_by_side
-from gdn2.training.shard import accumulate, build_model, full_weights, gradient_norm, whole_model
+from gdn2.training.shard import (
+    accumulate,
+    build_model,
+    full_weights,
+    gradient_norm,
+    synchronise,
+    whole_model,
+)
 from gdn2.training.world import World
 from tests.layers.cases import DELTA
 from tests.models.cases import EVERYTHING, config, tokens
@@ -187,7 +194,7 @@ def test_equal_blocks_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_lays_the_weights_of_maps_side_by_side(tmp_path: Path) -> None:
-    """Where they lie they stay, whatever is loaded; shards lie elsewhere."""
+    """Where they lie they stay, whatever is loaded."""
     chosen = preset("gdn2-1m-hybrid")
 
     def build(weights: torch.dtype) -> Any:
@@ -209,8 +216,10 @@ def test_one_process_lays_the_weights_of_maps_side_by_side(tmp_path: Path) -> No
         load({"model": model.state_dict()}, checkpoint_id=tmp_path)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
         assert lies_together(mixer)
-        _, mixer = build(torch.float32)
-        assert not mixer.laid
+        model, mixer = build(torch.float32)
+        assert mixer.laid and not lies_together(mixer)
+        model(tokens(1, 3))  # computed by narrow copies
+        assert mixer.laid and lies_together(mixer)
 
 
 def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:
@@ -230,7 +239,13 @@ def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:
             loss = model(ids, targets=ids).loss
             assert loss is not None
             loss.backward()
-            assert all(x.grad is not None and x.grad.dtype == x.dtype for x in model.parameters())
+            synchronise(model, world)
+            assert {x.dtype for x in model.parameters()} <= {weights, torch.float32}
+            for name, x in model.named_parameters():
+                assert x.grad is not None, name
+                assert x.grad.dtype == (
+                    torch.bfloat16 if group_of(name, x) != "vectors" else x.dtype
+                )
             found.append(float(loss.detach()))
         assert found[0] == pytest.approx(found[1], rel=1e-2)
 
