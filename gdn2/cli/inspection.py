@@ -122,7 +122,7 @@ def products(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Choose how this GPU multiplies what a training step with bf16 weights multiplies.
+    """Choose how this GPU multiplies what a training step on it alone multiplies in bf16.
 
     The GPU's library knows several ways for each product; the fastest of them is kept for later training on this
     machine, where it is faster than torch's. Results may differ from torch's in their last bits.
@@ -147,15 +147,15 @@ def products(
         steps=1,
     )
     records = []
-    kept.choose(where, {})  # before anything is timed: it can be written
+    file = kept.choose(where, {})  # before anything is timed: it can be written
     for name, size in product(plan.presets, plan.shapes):
         met = met_in_a_step(plan, name, size)
         found = []
         for choice in choices(met, where, seconds):
             found.append(choice)
+            kept.choose(where, {choice.problem: choice.way})  # now, for it may be stopped
             typer.echo(f"{name}, {size}: {len(found)} of {len(met)} products", err=True)
         render(found, console())
-        file = kept.choose(where, {choice.problem: choice.way for choice in found})
         typer.echo(f"chosen in {file}")
         records += [choice.as_json() for choice in found]
         write(json_file, {"choices": records})

@@ -1,9 +1,11 @@
 """Which way a product takes is found by time, among those that are right."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from gdn2.bench import products as bench
 from gdn2.bench.trainers import Plan, Shape
 from gdn2.cli import app
 from gdn2.models.presets import preset
+from gdn2.ops import products as kept
 from gdn2.ops.cuda.build import CudaError
 from gdn2.ops.cuda.multiply import Problem, Way, problem_of
 
@@ -131,3 +134,38 @@ def test_mistakes_are_one_line() -> None:
     done = invoke(app, ["bench", "products", "--device", "cpu"])
     assert done.exit_code == 2
     assert done.output == "error: device: got cpu, expected cuda, whose library is asked\n"
+
+
+def test_what_is_chosen_is_kept_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timed: list[str | None]
+) -> None:
+    """A run that is stopped has lost the product at work only."""
+    small, large = Problem(2, 2, 2, False, True, 2, 2), PROBLEM
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept, "_known", {})
+    monkeypatch.setattr(kept, "identity", lambda device: "Some GPU, some library")
+    monkeypatch.setattr(kept, "checked", lambda way: way)  # names, and no algorithms
+    monkeypatch.setattr(bench, "check", lambda device, seconds: None)
+    monkeypatch.setattr(bench, "met_in_a_step", lambda *_: Counter({small: 1, large: 5}))
+    every = bench.best_way
+
+    def stopped(problem: Problem, *others: Any) -> bench.Choice:
+        if problem == small:
+            raise KeyboardInterrupt
+        return every(problem, *others)
+
+    def chosen() -> dict[Problem, Way]:
+        rows = json.loads(kept.choices_file().read_text())["Some GPU, some library"]
+        return {Problem(*problem): Way(*way) for problem, way in rows}
+
+    invoke: Callable[..., Any] = CliRunner().invoke
+    arguments = ["bench", "products", "gdn2-1m-hybrid", "--shape", "1x16", "--device", "cpu"]
+    monkeypatch.setattr(bench, "best_way", stopped)
+    assert invoke(app, arguments).exit_code != 0
+    assert chosen() == {large: WAYS["fast"]}
+    monkeypatch.setattr(kept, "_known", {})
+    kept.forget(CPU)
+    monkeypatch.setattr(bench, "best_way", every)
+    done = invoke(app, arguments)
+    assert done.exit_code == 0 and f"chosen in {kept.choices_file()}" in done.output
+    assert chosen() == {large: WAYS["fast"], small: WAYS["fast"]}
