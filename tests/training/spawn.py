@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from gdn2.training.world import World
 
@@ -59,6 +61,18 @@ def in_processes(
 def alone(device: str = "cpu") -> Iterator[World]:
     """The world of this process by itself."""
     world = World.start(Spread(), device)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+@contextmanager
+def alone_on_a_mesh() -> Iterator[World]:
+    """A single process whose matrices are spread as if it were one of many."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    world = World(0, 1, torch.device("cpu"), mesh)
     try:
         yield world
     finally:

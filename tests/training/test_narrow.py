@@ -1,36 +1,19 @@
 """One process computes with narrow copies what FSDP2 computes with gathered ones."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
 from gdn2.training.shard import build_model, full_weights, reshard, synchronise
 from gdn2.training.world import World
-from tests.training.spawn import alone
+from tests.training.spawn import alone, alone_on_a_mesh
 from tests.training.tiny import HYBRID, batch, build, losses, new_optimiser
 
 TIED = replace(HYBRID, tie_word_embeddings=True)
-
-
-@contextmanager
-def sharded() -> Iterator[World]:
-    """A single process that has a mesh as if it were one of many."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    world = World(
-        0, 1, torch.device("cpu"), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    )
-    try:
-        yield world
-    finally:
-        world.close()
 
 
 def trained(world: World) -> tuple[list[float], dict[str, Tensor]]:
@@ -61,7 +44,7 @@ def loss_of(model: LanguageModel, step: int) -> Tensor:
 
 
 def test_steps_are_those_of_fsdp() -> None:
-    with sharded() as world:
+    with alone_on_a_mesh() as world:
         expected, expected_weights = trained(world)
     with alone() as world:
         curve, weights = trained(world)

@@ -14,7 +14,7 @@ from gdn2.ops.triton import checks
 from gdn2.training import optimiser as training
 from gdn2.training.optimiser import ClippingAdamW
 from tests.closeness import assert_close
-from tests.training.spawn import alone
+from tests.training.spawn import alone_on_a_mesh
 from tests.training.tiny import build, losses
 
 BLOCK, PART = kernel.BLOCK, kernel.PART
@@ -241,7 +241,7 @@ def test_a_kernel_that_cannot_run_has_changed_nothing(
 
 def test_shards_are_moved_in_place(moved: Moved) -> None:
     """What FSDP gives a process; its gradients begin anywhere."""
-    with alone() as world:
+    with alone_on_a_mesh() as world:
         model, optimiser = build(world, torch.bfloat16)
         assert any(isinstance(p, DTensor) for p in model.parameters())
         curve = losses(world, model, optimiser, 0, 3)
