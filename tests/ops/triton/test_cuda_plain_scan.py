@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from gdn2 import gated_delta_rule
-from gdn2.ops.cuda.launch import value_channels
+from gdn2.ops.cuda.launch import PLAIN, value_channels
 from gdn2.ops.triton.table import chunk_table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulated, needs_compiler
 
 TOLERANCE = 5e-3
+ARGUMENTS = "vvvfvfvfiiis"
+MACROS = ("HEADS", "K_HEADS", "G_HEADS", "W_BYTES", "D", "VALUES")
 Compile = Callable[..., Emulated]
 
 
@@ -25,10 +27,7 @@ def compile_scan(tmp_path_factory: pytest.TempPathFactory) -> Compile:
 
     @cache
     def compiled(*sizes: int) -> Emulated:
-        names = ("HEADS", "K_HEADS", "G_HEADS", "W_BYTES", "D", "VALUES")
-        return Emulated(
-            folder, "plain_scan", "vvvfvfvfiiis", **dict(zip(names, sizes, strict=True))
-        )
+        return Emulated(folder, PLAIN, ARGUMENTS, **dict(zip(MACROS, sizes, strict=True)))
 
     return compiled
 
@@ -57,6 +56,24 @@ def draw(
     return x
 
 
+def launch(
+    compile_scan: Compile, x: dict[str, Tensor], values: int, lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states, by programs of so many value channels."""
+    table = chunk_table(
+        torch.tensor([0, *lengths]).cumsum(0), sum((n + 63) // 64 for n in lengths), 64
+    )
+    (H, width), (HK, HG) = x["v"].shape[2:], (x[n].shape[2] for n in "qg")
+    gate, state = x.get("w"), x["initial_state"]
+    o, final = torch.full_like(x["v"][0], torch.nan), torch.full_like(state, torch.nan)
+    kernel = compile_scan(H, HK, HG, 0 if gate is None else gate.itemsize, width, values)
+    operands = [x[n][0].contiguous() for n in "qkvg"]
+    w = None if gate is None else gate[0]
+    places = (table.start, table.length, table.first)
+    kernel(len(lengths) * H * (width // values), [*operands, w, state, o, final, *places], 0.5)
+    return o, final
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("heads", "width", "values", "lengths", "decay", "gate"),
@@ -82,20 +99,12 @@ def test_outputs_and_final_states(
 ) -> None:
     x = draw(heads, width, lengths, decay, gate)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    table = chunk_table(cu_seqlens, sum((n + 63) // 64 for n in lengths), 64)
     exact: dict[str, Any] = {n: t.double() for n, t in x.items()}
     expected, last = gated_delta_rule(
         **exact, cu_seqlens=cu_seqlens, output_final_state=True, backend="reference", scale=0.5
     )
     assert last is not None
-    state = x["initial_state"]
-    o, final = torch.full_like(x["v"][0], torch.nan), torch.full_like(state, torch.nan)
-    kernel = compile_scan(*heads, 0 if gate is None else gate.itemsize, width, values)
-    operands = [x[n][0].contiguous() for n in "qkvg"]
-    w = None if gate is None else x["w"][0]
-    places = (table.start, table.length, table.first)
-    programs = len(lengths) * heads[0] * (width // values)
-    kernel(programs, [*operands, w, state, o, final, *places], 0.5)
+    o, final = launch(compile_scan, x, values, lengths)
     assert relative_error(o.double(), expected[0]) < TOLERANCE
     assert relative_error(final.double(), last) < TOLERANCE
 
