@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gdn2.bench.figures import FORMAT as FIGURES
+from gdn2.bench.figures import read as read_figures
 from gdn2.bench.synthetic import FORMAT as SYNTHETIC
 from gdn2.bench.synthetic import Cell
 from gdn2.bench.synthetic_report import JSON_FILE as GRID_FILE
@@ -86,8 +88,12 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
             grids.append(_grid(record, file))
         elif _is_training_bench(record):
             speeds += _speeds(record["result"], file)
+        elif record.get("format") == FIGURES:
+            taken = (data for one in read_figures(file).values() for data in one["data"])
+            for data in filter(_is_training_bench, taken):
+                speeds += _speeds(data["result"], file)
         else:
-            expected = "results of gdn2 eval, gdn2 bench training or gdn2 synthetic"
+            expected = "results of gdn2 eval, gdn2 bench training or figures, or gdn2 synthetic"
             raise ValueError(f"{file}: got another file, expected {expected}")
     return Inputs(tuple(runs), tuple(evaluations), tuple(speeds), tuple(grids))
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: PLC0415 (what a verb needs is imported when it runs, so that help is quick)
 from itertools import product
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from gdn2.cli.base import (
     Twin,
     bench,
     console,
+    in_a_folder,
     write,
 )
 
@@ -159,3 +161,40 @@ def products(
         typer.echo(f"chosen in {file}")
         records += [choice.as_json() for choice in found]
         write(json_file, {"choices": records})
+
+
+@bench.command()
+def figures(
+    name: Annotated[
+        list[str] | None, typer.Argument(help="Only these, anew; by default all that are missing.")
+    ] = None,
+    file: Annotated[
+        Path,
+        typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Where to keep them."),
+    ] = Path("figures.json"),
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin nothing that would take longer than this in all.")
+    ] = None,
+    device: Device = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Say what there is, and stop.")] = False,
+) -> None:
+    """Take all measurements of docs/performance.md, beside peers where these are installed.
+
+    Each is kept as soon as it is there, in the file and on a page of Markdown beside it; the same command again takes
+    those that are missing, have failed, or were taken by other code.
+    """
+    from gdn2.bench.figures import choose, missing, read, take
+    from gdn2.bench.timing import find_device
+
+    wanted = choose(find_device(device).type, name or [])
+    left = wanted if name else missing(wanted, read(file))
+    if list_them:
+        for figure in wanted:
+            state = "missing" if figure in left else "there"
+            typer.echo(f"{figure.name}: {figure.about}, about {figure.minutes:g} min, {state}")
+        return
+    failures = take(left, file, minutes, lambda line: typer.echo(line, err=True))
+    for line in failures:
+        typer.echo(line)
+    typer.echo(f"{file}: {len(wanted) - len(missing(wanted, read(file)))} of {len(wanted)} figures")
+    raise typer.Exit(1 if failures else 0)

@@ -14,7 +14,7 @@ def report(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders of runs, evaluations or grids; JSON of eval, bench training, synthetic."
+            help="Folders of runs, evaluations or grids; JSON of eval, bench, synthetic."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("report"),

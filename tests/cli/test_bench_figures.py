@@ -1,0 +1,123 @@
+"""All figures by one command: what is there is kept, what is missing is taken, and each command is one there is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gdn2.bench import figures
+from gdn2.bench.figures import FIGURES, Figure
+from gdn2.bench.report_inputs import read_inputs
+from gdn2.cli import app
+from gdn2.models.presets import preset_names
+from tests.evals.report_cases import bench
+
+QUICK = "operator --shape 1x32x1x8x8 --backend torch --passes forward --seconds 0.01"
+SMALL = (
+    Figure("first", "The first one", 0.1, (QUICK, f"{QUICK} --threads 1")),
+    Figure("second", "Another", 5, (QUICK,)),
+)
+
+
+def take(file: Path, *options: str) -> Any:
+    command = ["bench", "figures", *options, "--json", str(file), "--device", "cpu"]
+    return CliRunner().invoke(app, command)
+
+
+def kept(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text())["figures"]
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(FIGURES, "cpu", SMALL)
+    return tmp_path / "figures.json"
+
+
+def test_what_is_missing_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = take(file, "--minutes", "1")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"{file}: 1 of 2 figures\n"
+    assert "second: left, since it takes about 5 min\n" in done.stderr
+    first = kept(file)["first"]
+    assert [len(data["results"]) for data in first["data"]] == [1, 1]
+    assert "1x32x1x8x8, fp32 on cpu" in first["output"][1]
+    assert first["failure"] is None and first["code"] == figures.code()
+
+    assert take(file, "--list").stdout == (
+        "first: The first one, about 0.1 min, there\nsecond: Another, about 5 min, missing\n"
+    )
+    done = take(file)
+    assert done.stdout == f"{file}: 2 of 2 figures\n"
+    assert kept(file)["first"] == first  # not taken again
+    assert "first" not in done.stderr
+    text = file.with_suffix(".md").read_text()
+    assert text.count(f"    $ gdn2 bench {QUICK} --device cpu\n") == 2
+    assert "## Another" in text and "fwd" in text and f"code {figures.code()}" in text
+    assert sorted(x.name for x in file.parent.iterdir()) == ["figures.json", "figures.md"]
+
+    monkeypatch.setattr(figures, "code", lambda: "other")
+    assert "missing" in take(file, "--list").stdout  # measured with other code
+    take(file, "first")
+    assert [one["code"] == "other" for one in kept(file).values()] == [True, False]
+
+
+def test_what_fails_is_kept_too_and_taken_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Figure("first", "Broken", 0.1, (QUICK, "operator --shape nonsense", QUICK))
+    monkeypatch.setitem(FIGURES, "cpu", (broken, SMALL[1]))
+    done = take(file)
+    assert done.exit_code == 1
+    expected = "expected BxTxHxDkxDv, such as 1x2048x4x64x64"
+    reason = f"exit code 2: error: shape: got 'nonsense', {expected}"
+    assert done.stdout == f"first: {reason}\n{file}: 1 of 2 figures\n"
+    assert kept(file)["first"]["failure"] == reason
+    assert len(kept(file)["first"]["data"]) == 1
+    assert f"Failed: {reason}" in file.with_suffix(".md").read_text()
+    monkeypatch.setitem(FIGURES, "cpu", SMALL)
+    assert take(file).exit_code == 0
+    assert kept(file)["first"]["failure"] is None
+
+
+def test_mistakes_are_one_line(file: Path) -> None:
+    done = take(file, "secnod")
+    assert (done.exit_code, done.stderr) == (2, "error: figure: got 'secnod', expected second\n")
+    for content in ('{"a": 1}', '{"format": "gdn2 figures", "figures": {"first": {}}}'):
+        file.write_text(content)
+        done = take(file)
+        expected = f"error: {file}: got another file, expected one of gdn2 bench figures\n"
+        assert (done.exit_code, done.stderr) == (2, expected)
+        assert file.read_text() == content
+
+
+def test_a_report_reads_their_speeds(file: Path) -> None:
+    take(file, "first")
+    record = json.loads(file.read_text())
+    rows = ("gdn2-1.3b-hybrid", "4x4096", 60000.0), ("kda-1.3b-hybrid", "4x4096", 50000.0)
+    record["figures"]["first"]["data"].append(bench(*rows))
+    file.write_text(json.dumps(record))
+    speeds = read_inputs([file]).speeds
+    assert [(speed.preset, speed.shape, speed.tokens_per_second) for speed in speeds] == list(rows)
+
+
+COMMANDS = [command for device in FIGURES for one in FIGURES[device] for command in one.commands]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_one_there_is(command: str) -> None:
+    """Its options are read; presets are known."""
+    verbs: Any = typer.main.get_command(app)
+    verb, *words = command.split()
+    context = verbs.commands["bench"].commands[verb].make_context(verb, words)
+    named = context.params.get("preset") or [context.params.get("model")]
+    assert {name for name in named if name} <= set(preset_names())
+
+
+def test_names_are_different() -> None:
+    for several in FIGURES.values():
+        assert len({figure.name for figure in several}) == len(several)
