@@ -46,6 +46,8 @@ class NarrowCopies:
     def _put_in(self, model: nn.Module, inputs: Any = None) -> None:
         if not self._are_in:
             torch._foreach_copy_([*self._copies.values()], [*self._copies])
+            for wide, narrow in self._copies.items():
+                narrow.requires_grad_(wide.requires_grad)
             for module, name, wide in self._places:
                 module._parameters[name] = self._copies[wide]
             self._are_in = True
@@ -54,7 +56,7 @@ class NarrowCopies:
 def _room(wide: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """What holds a copy and leaves its gradients to the wide one."""
     wide.grad_dtype = None  # any
-    narrow = nn.Parameter(torch.empty_like(wide, dtype=dtype), wide.requires_grad)
+    narrow = nn.Parameter(torch.empty_like(wide, dtype=dtype))
     narrow.register_post_accumulate_grad_hook(_passing_on_to(wide))
     return narrow
 
@@ -64,11 +66,6 @@ def _passing_on_to(wide: nn.Parameter) -> Callable[[Tensor], None]:
         found, before = narrow.grad, wide.grad
         assert found is not None
         narrow.grad = None
-        if before is None:
-            wide.grad = found
-        elif before.dtype == wide.dtype:
-            before += found
-        else:
-            wide.grad = found.to(wide.dtype).add_(before)
+        wide.grad = found if before is None else before.to(wide.dtype).add_(found)
 
     return pass_on

@@ -65,10 +65,11 @@ def build_model(
         _shard(model, world.mesh, None if weights == compute else compute)
     model.to_empty(device=world.device)
     initialise(model, config, seed, _place)
-    if world.mesh is None and weights == compute:
-        lay_in_blocks(model)
-    elif world.mesh is None:
-        setattr(model, _COPIES, NarrowCopies(model, compute))
+    if world.mesh is None:
+        if weights == compute:
+            lay_in_blocks(model)
+        else:
+            setattr(model, _COPIES, NarrowCopies(model, compute))
     return model
 
 
@@ -81,7 +82,10 @@ def accumulate(model: LanguageModel, last: bool) -> None:
 
 
 def synchronise(model: LanguageModel, world: World) -> None:
-    """Average the gradients of the vectors; call once a step, after the last backward."""
+    """Average the gradients of the vectors, and let the parameters be those that are trained.
+
+    Call once a step, after the last backward, before anybody looks at gradients or moves weights.
+    """
     _take_out_copies(model)
     vectors = [x.grad for x in model.parameters() if not isinstance(x, DTensor)]
     gradients = [gradient for gradient in vectors if gradient is not None]

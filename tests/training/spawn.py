@@ -71,12 +71,11 @@ def alone(device: str = "cpu") -> Iterator[World]:
 def alone_on_a_mesh() -> Iterator[World]:
     """A single process whose matrices are spread as if it were one of many."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    world = World(0, 1, torch.device("cpu"), mesh)
     try:
-        yield world
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        yield World(0, 1, torch.device("cpu"), mesh)
     finally:
-        world.close()
+        dist.destroy_process_group()
 
 
 def _collect(readers: list[Connection]) -> list[Any]:

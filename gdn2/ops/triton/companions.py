@@ -380,13 +380,18 @@ def check_cross_entropy(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """A step of tensors with step counts of their own, and one that is not taken."""
+    """A step of tensors with step counts of their own, one that is not taken, and one of weights in fp32."""
     kinds, sizes = ("p", "g", "m", "v"), (3, ADAMW_BLOCK, ADAMW_BLOCK + 5)
-    rows = [draw(dict.fromkeys(kinds, (size,)), dtype) for size in sizes]
-    for i, row in enumerate(rows):
-        row |= {"v": row["v"].square(), "step": torch.tensor(10.0 * i)}
     found: Pairs = {}
-    for name, skip in (("", 0.0), (", not taken", 1.0)):
+    for name, skip, wide in (
+        ("", 0.0, dtype),
+        (", not taken", 1.0, dtype),
+        (", weights in fp32", 0.0, torch.float32),
+    ):
+        drawn = [draw(dict.fromkeys(kinds, (size,)), dtype) for size in sizes]
+        rows = [{n: x if n == "g" else x.to(wide) for n, x in row.items()} for row in drawn]
+        for i, row in enumerate(rows):
+            row |= {"v": row["v"].square(), "step": torch.tensor(10.0 * i)}
         given = [{n: x.to(device, copy=True) for n, x in row.items()} for row in rows]
         columns = [[row[n] for row in given] for n in (*kinds, "step")]
         scale, found_inf = (torch.tensor(x, device=device) for x in (SCALE, skip))
