@@ -58,6 +58,16 @@ FIGURES = {
         _training("training", "Training of the 1.3B hybrid", "gdn2-1.3b-hybrid", 8),
         _training("training-recurrent", "Training of the recurrent 1.3B", "gdn2-1.3b", 8),
         Figure("decode", "One token at a time", 1, ("decode --peers",)),
+        Figure(
+            "kernels",
+            "The operator kernel by kernel, and what registers that do not fit cost",
+            2,
+            (
+                "kernels --programs 1",
+                "kernels --form kda --programs 1",
+                "kernels --form mamba2 --shape 4x4096x64x64x64 --programs 1",
+            ),
+        ),
         Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),
         Figure(
             "first-call",
@@ -132,6 +142,7 @@ FIGURES = {
                 " --passes backward --threads 2 --seconds 4",
             ),
         ),
+        Figure("kernels", "Where the operator's time goes", 1, ("kernels",)),
         Figure("accuracy", "Errors against fp64", 1, ("accuracy",)),
         Figure("generation", "Decoding of a small model", 1, ("generation gdn2-15m --threads 2",)),
     ),

@@ -111,6 +111,39 @@ def profile(
 
 
 @bench.command()
+def kernels(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="BxTxHxDkxDv: batch, length, heads, key and value width. Repeatable."),
+    ] = None,
+    form: Annotated[
+        str, typer.Option(help="gdn2; kda: one gate a head; mamba2: one decay a head, no gates.")
+    ] = "gdn2",
+    packed: Annotated[
+        str, typer.Option(help="Pack sequences: their lengths, with commas, or how many.")
+    ] = "",
+    programs: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Also with CUDA kernels of which so many share a multiprocessor. Repeatable."
+        ),
+    ] = None,
+    device: Device = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Say where the operator's time goes, kernel by kernel, and which registers do not fit.
+
+    With fewer programs a multiprocessor each thread of a CUDA kernel has more registers, which shows what spills cost.
+    """
+    from gdn2.bench.kernels import read_plan, render, run
+
+    numbers = programs or []
+    result = run(read_plan(shape, device, form, packed, numbers), numbers)
+    render(result, console())
+    write(json_file, result.as_json())
+
+
+@bench.command()
 def products(
     preset: Presets = None,
     shape: Annotated[

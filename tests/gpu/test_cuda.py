@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gdn2.ops import trust
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain
+from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain, trying
 from gdn2.ops.operands import Operands
 from tests.closeness import relative_error
 from tests.gpu.test_kernels import COMPILED, USUAL, exact, on_gpu, options, run, weights
@@ -90,6 +90,21 @@ def test_kept_factors_and_operands_may_lie_elsewhere_in_the_backward() -> None:
         grads = torch.autograd.grad(results, list(leaves.values()), weights(case, results))
         found.append([*results, *grads])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_registers_are_enough_with_gates_for_each_channel() -> None:
+    """Also for chunks that are not whole; other programs may be tried."""
+    x = packed(CASES["128"])
+    with trying(None) as loaded:
+        assert in_blocks(x, 64)
+        found = {key[0]: kernel.of_threads() for key, kernel in loaded.items() if kernel}
+    assert {name: spilled for name, (_, spilled) in found.items()} == dict.fromkeys(
+        ("intra", "forward_scan", "backward_scans", "group_gradient"), 0
+    )
+    with trying(1) as loaded:
+        assert in_blocks(x, 64)
+        wider = {key[0]: kernel.of_threads() for key, kernel in loaded.items() if kernel}
+    assert wider["intra"][0] > found["intra"][0] and wider["intra"][1] == 0
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"d_k": 96}, {"chunk_size": 32}])

@@ -15,6 +15,7 @@ from torch import Tensor
 from gdn2.ops.trust import verdict_file, write_at_once
 
 SOURCES = Path(__file__).parent
+LOCAL_BYTES, REGISTERS = 3, 4  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS
 MOST_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -138,6 +139,13 @@ class Kernel:
                 self.function, *grid, *block, self.shared_memory, stream, pointers, None
             )
         )
+
+    def of_threads(self) -> tuple[int, int]:
+        """How many registers each has, and how many bytes of memory for what does not fit there."""
+        registers, spilled = ctypes.c_int(), ctypes.c_int()
+        for found, what in ((registers, REGISTERS), (spilled, LOCAL_BYTES)):
+            _require(driver().cuFuncGetAttribute(ctypes.byref(found), what, self.function))
+        return registers.value, spilled.value
 
 
 def _bits(argument: Tensor | float | int | None) -> int:

@@ -1,9 +1,9 @@
 """Which operands the CUDA kernels take, and the kernels loaded for them."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -23,6 +23,7 @@ GATES = (torch.bfloat16, torch.float32)  # what the write gate of `plain_scan` m
 ENOUGH = 96  # programs of `plain_scan`, which has a multiprocessor for each
 Key = tuple[str, torch.device, tuple[tuple[str, int], ...]]
 _kernels: dict[Key, Kernel | None] = {}
+_tried: int | None = None  # programs that are to share a multiprocessor instead
 
 
 def takes(kernel: str, x: Operands, chunk: int, **also: int) -> bool:
@@ -147,10 +148,25 @@ def macros(kernel: str, x: Operands) -> dict[str, int]:
     if kernel == PLAIN:
         shared = {"HEADS": x.v.shape[1], "K_HEADS": heads, "G_HEADS": x.g.shape[1]}
         shared["W_BYTES"] = 0 if x.w is None else x.w.element_size()
-        return {**shared, "D": width, "PROGRAMS": 2 if width == 64 else 1}
+        return {**shared, "D": width, "PROGRAMS": _tried or (2 if width == 64 else 1)}
     assert x.b is not None
     gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2], "B_WIDTH": x.b.shape[2]}
-    return {"HEADS": heads, "D": width, **gates, "PROGRAMS": PROGRAMS[width]}
+    return {"HEADS": heads, "D": width, **gates, "PROGRAMS": _tried or PROGRAMS[width]}
+
+
+@contextmanager
+def trying(programs: int | None) -> Iterator[dict[Key, Kernel | None]]:
+    """Let so many programs share a multiprocessor, or as many as usual; yields the kernels that are loaded meanwhile.
+
+    With fewer programs each thread has more registers.
+    """
+    global _kernels, _tried
+    before = _kernels, _tried
+    _kernels, _tried = {}, programs
+    try:
+        yield _kernels
+    finally:
+        _kernels, _tried = before
 
 
 def value_channels(width: int, rows: int) -> int:

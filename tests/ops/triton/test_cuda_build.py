@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gdn2.ops.cuda import build, launch
+from gdn2.ops.triton.checks import MILD, Exact
 
 
 class Compiler:
@@ -125,6 +126,32 @@ def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.Monk
         assert launch.load("intra", device, SIZES) is None
     memory.shared_memory_per_block_optin = 101376
     assert launch.load("intra", device, SIZES) is None
+
+
+def test_a_kernel_says_what_registers_its_threads_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {4: 128, 3: 8}  # as the driver numbers them
+
+    def ask(found: Any, what: int, function: Any) -> int:
+        found._obj.value = known[what]
+        return 0
+
+    monkeypatch.setattr(build, "driver", lambda: SimpleNamespace(cuFuncGetAttribute=ask))
+    kernel = build.Kernel.__new__(build.Kernel)
+    kernel.function = ctypes.c_void_p()
+    assert kernel.of_threads() == (128, 8)
+
+
+def test_other_programs_are_tried_for_a_while() -> None:
+    """What is loaded meanwhile is apart, and forgotten."""
+    x, _ = Exact(MILD, torch.bfloat16).operands(torch.device("cpu"))
+    usual, kept = launch.macros("intra", x), dict(launch._kernels)
+    with launch.trying(1) as loaded:
+        assert launch.macros("intra", x) == {**usual, "PROGRAMS": 1}
+        launch._kernels[launch.key_of("intra", x, {})] = None
+        assert len(loaded) == 1
+    with launch.trying(None):
+        assert launch.macros("intra", x) == usual and not launch._kernels
+    assert launch.macros("intra", x) == usual and launch._kernels == kept
 
 
 def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
