@@ -8,8 +8,9 @@ OLDEST := .venv-oldest
 
 .PHONY: demo test test-slow test-oldest check format clean
 
+# Threads that wait for each other sleep soon: where others work too, those that spin take all the time there is.
 demo: $(READY)  ## train a small model in about two minutes, resume it, draw it, let it write
-	$(BIN)/gdn2 demo
+	GOMP_SPINCOUNT=1000 $(BIN)/gdn2 demo
 
 test: $(READY)  ## all tests that fit in ten minutes on two cores: one thread each, or they wait for each other
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"

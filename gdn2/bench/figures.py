@@ -4,149 +4,33 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
+from math import inf
 from pathlib import Path
 from threading import Thread
 from time import monotonic
 from typing import Any
 
 import gdn2
+from gdn2.bench.documented import FIGURES, Figure
 from gdn2.bench.timing import describe_machine
 from gdn2.layers.plain import nearest
 from gdn2.models.files import read_json
 from gdn2.ops.trust import write_at_once
 
-FORMAT = "gdn2 figures"
+FORMAT, TITLE = "gdn2 figures", "# Figures"
 SOURCES = (".py", ".cu", ".cuh")
 Taken = dict[
     str, Any
 ]  # what a figure's commands printed, the numbers that they wrote, when, where and by which code
+TOLERANCE = 0.1  # minutes
 NAMED = ("gdn2", "torch", "triton", "fla-core")
 FIELDS = frozenset(
     ("about", "commands", "output", "data", "failure", "seconds", "date", "machine", "code")
 )
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Something to measure by commands of `gdn2 bench` that belong together."""
-
-    name: str
-    about: str
-    minutes: float  # that it took about, on an H200 or on two cores
-    commands: tuple[str, ...]
-
-
-def _operator(name: str, about: str, options: str) -> Figure:
-    return Figure(name, about, 2, (f"operator --peers --backend triton --seconds 0.3 {options}",))
-
-
-def _training(name: str, about: str, preset: str, minutes: float) -> Figure:
-    # Which products are chosen lies on the machine, so both are done again on another one.
-    chosen = f"products {preset} --seconds 0.15"
-    timed = f"training {preset} --peers --weights bf16 --no-recompute --steps 5"
-    return Figure(name, about, minutes, (chosen, timed))
-
-
-_HYBRIDS = ("mamba2", "gdn", "kda", "mamba3-siso")
-FIGURES = {
-    "cuda": (
-        _operator("operator", "The operator at the paper's size", "--suite hopper"),
-        _training("training", "Training of the 1.3B hybrid", "gdn2-1.3b-hybrid", 8),
-        _training("training-recurrent", "Training of the recurrent 1.3B", "gdn2-1.3b", 8),
-        Figure("decode", "One token at a time", 1, ("decode --peers",)),
-        Figure(
-            "kernels",
-            "The operator kernel by kernel, and what registers that do not fit cost",
-            2,
-            (
-                "kernels --programs 1",
-                "kernels --form kda --programs 1",
-                "kernels --form mamba2 --shape 4x4096x64x64x64 --programs 1",
-            ),
-        ),
-        Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),
-        Figure(
-            "first-call",
-            "The first call and the first training step, nothing compiled",
-            3,
-            (
-                "operator --shape 4x4096x16x128x128 --backend triton --seconds 0.3 --cold",
-                "training gdn2-1.3b-hybrid --shape 4x4096 --weights bf16 --steps 1 --cold",
-            ),
-        ),
-        Figure(
-            "training-fp32",
-            "Training with fp32 weights",
-            4,
-            (
-                "training gdn2-1.3b-hybrid --weights fp32 --no-recompute --steps 5",
-                "training gdn2-1.3b --weights fp32 --no-recompute --steps 5",
-            ),
-        ),
-        Figure(
-            "profile",
-            "Where a training step goes",
-            4,
-            ("profile gdn2-1.3b-hybrid --no-recompute --peers",),
-        ),
-        Figure(
-            "generation",
-            "Prefill and decoding of the recurrent 1.3B",
-            2,
-            ("generation gdn2-1.3b --batch 1 --batch 64 --context 1024",),
-        ),
-        _operator(
-            "packed", "32 documents in 16384 tokens", "--shape 1x16384x16x128x128 --packed 32"
-        ),
-        _operator("narrow-heads", "32 heads of width 64", "--shape 4x4096x32x64x64"),
-        _operator("long", "65536 tokens, 4 heads", "--shape 1x65536x4x128x128"),
-        _operator("kda", "KDA: one gate a head", "--shape 4x4096x16x128x128 --form kda"),
-        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2"),
-        _operator(
-            "value-heads", "32 value heads of 16", "--shape 4x4096x16x128x128 --value-heads 32"
-        ),
-        Figure(
-            "models",
-            "Training of all models of the paper",
-            10,
-            tuple(
-                f"training {preset} --weights bf16 --steps 3"
-                for preset in ("transformer-1.3b", *(f"{name}-1.3b-hybrid" for name in _HYBRIDS))
-            )
-            + tuple(
-                f"training mamba3-mimo-1.3b-hybrid --weights bf16 --steps 3 {shapes}"
-                for shapes in ("--shape 8x2048 --shape 4x4096 --shape 2x8192", "--shape 1x16384")
-            ),
-        ),
-    ),
-    "cpu": (
-        Figure(
-            "operator",
-            "The operator beside the token loop",
-            1,
-            (
-                "operator --shape 1x2048x4x64x64 --backend torch,reference --passes backward"
-                " --threads 2 --seconds 6",
-            ),
-        ),
-        Figure(
-            "length",
-            "Time per token as sequences grow",
-            1,
-            (
-                "operator --shape 1x1024x4x64x64 --shape 1x16384x4x64x64 --backend torch"
-                " --passes backward --threads 2 --seconds 4",
-            ),
-        ),
-        Figure("kernels", "Where the operator's time goes", 1, ("kernels",)),
-        Figure("accuracy", "Errors against fp64", 1, ("accuracy",)),
-        Figure("generation", "Decoding of a small model", 1, ("generation gdn2-15m --threads 2",)),
-    ),
-}
 
 
 def choose(device: str, names: Sequence[str]) -> list[Figure]:
@@ -162,7 +46,12 @@ def choose(device: str, names: Sequence[str]) -> list[Figure]:
 
 
 def read(file: Path) -> dict[str, Taken]:
-    """What is there already."""
+    """What is there already; a file or a page that is another's is a ValueError."""
+    if file.suffix != ".json":
+        raise ValueError(f"json: got {file}, expected a name that ends in .json")
+    beside = file.with_suffix(".md")
+    if beside.exists() and not beside.read_text(errors="replace").startswith(TITLE):
+        raise ValueError(f"{beside}: got another page, expected one of gdn2 bench figures or none")
     if not file.exists():
         return {}
     record = read_json(file)
@@ -174,9 +63,16 @@ def read(file: Path) -> dict[str, Taken]:
 
 
 def missing(figures: Sequence[Figure], taken: dict[str, Taken]) -> list[Figure]:
-    """Those not taken yet by the code as it is."""
-    valid = {n for n, one in taken.items() if one["failure"] is None and one["code"] == code()}
-    return [figure for figure in figures if figure.name not in valid]
+    """Those not taken yet by these commands and the code as it is on a machine like this one."""
+    here = _processor(asdict(describe_machine()))
+
+    def is_there(figure: Figure) -> bool:
+        one = taken.get(figure.name)
+        if one is None or one["failure"] is not None or one["code"] != code():
+            return False
+        return one["commands"] == [*figure.commands] and _processor(one["machine"]) == here
+
+    return [figure for figure in figures if not is_there(figure)]
 
 
 def take(
@@ -186,12 +82,14 @@ def take(
 
     Returns a line for each that failed.
     """
+    if minutes is not None and not 0 < minutes < inf:
+        raise ValueError(f"minutes: got {minutes:g}, expected more than 0")
     begun, taken = monotonic(), read(file)
     _keep(taken, file)  # before anything is timed: it can be written
     failures = []
     for number, figure in enumerate(figures, start=1):
         spent = (monotonic() - begun) / 60
-        if minutes is not None and spent + figure.minutes > minutes:
+        if minutes is not None and spent + figure.minutes > minutes + TOLERANCE:
             say(f"{figure.name}: left, since it takes about {figure.minutes:g} min")
             continue
         say(f"{figure.name}, {number} of {len(figures)}: about {figure.minutes:g} min")
@@ -208,6 +106,7 @@ def _take(figure: Figure, file: Path, say: Callable[[str], None]) -> Taken:
     output, data, failure = [], [], None
     for number, command in enumerate(figure.commands, start=1):
         target = file.with_suffix(f".{figure.name}-{number}.json")
+        target.unlink(missing_ok=True)  # of a try that was stopped
         say(f"gdn2 bench {command}")
         printed, failure = _run([*command.split(), "--json", str(target)], say)
         output.append(printed)
@@ -233,24 +132,25 @@ def _run(arguments: list[str], say: Callable[[str], None]) -> tuple[str, str | N
     """What a command of `gdn2 bench` prints, line by line as it comes; and the last line of one that fails."""
     command = [sys.executable, "-u", "-m", "gdn2", "bench", *arguments]
     said: list[str] = []
+    printed: list[str] = []
+
+    def pass_on(stream: Iterable[str], kept: list[str]) -> None:
+        for line in stream:
+            kept.append(line.rstrip())
+            say(kept[-1])
+
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        errors = process.stderr
-
-        def pass_on() -> None:
-            for line in errors:
-                said.append(line.rstrip())
-                say(said[-1])
-
-        listener = Thread(target=pass_on)
-        listener.start()
-        printed = []
-        for line in process.stdout:
-            printed.append(line.rstrip())
-            say(printed[-1])
-        listener.join()
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            listener = Thread(target=pass_on, args=(process.stderr, said))
+            listener.start()
+            pass_on(process.stdout, printed)
+            listener.join()
+        except BaseException:  # Ctrl-C, or whatever ends this process
+            process.terminate()
+            raise
     last = next((line for line in reversed(said) if line), "no message")
     failure = f"exit code {process.returncode}: {last}" if process.returncode else None
     return "\n".join(printed).strip("\n"), failure
@@ -258,11 +158,12 @@ def _run(arguments: list[str], say: Callable[[str], None]) -> tuple[str, str | N
 
 def page(taken: dict[str, Taken]) -> str:
     """All of it as Markdown: each command with what it printed."""
-    parts = ["# Figures\n\nBy `gdn2 bench figures`.\n"]
+    parts = [f"{TITLE}\n\nBy `gdn2 bench figures`.\n"]
     for one in taken.values():
-        machine = one["machine"]
-        where = next((gpu["name"] for gpu in machine["gpus"]), machine["cpu"])
-        versions = ", ".join(f"{n} {v}" for n, v in machine["versions"].items() if n in NAMED and v)
+        where, versions = _processor(one["machine"]), one["machine"]["versions"].items()
+        versions = ", ".join(
+            f"{name} {version}" for name, version in versions if name in NAMED and version
+        )
         took = f"{one['date']}, {one['seconds']:.0f} s, {where}; {versions}; code {one['code']}."
         parts.append(f"## {one['about']}\n\n{took}\n")
         for command, output in zip(one["commands"], one["output"], strict=False):
@@ -281,6 +182,11 @@ def code() -> str:
         if file.suffix in SOURCES:
             found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:12]
+
+
+def _processor(machine: dict[str, Any]) -> str:
+    """The GPU, or the CPU where there is none."""
+    return str(next((gpu["name"] for gpu in machine["gpus"]), machine["cpu"]))
 
 
 def _keep(taken: dict[str, Taken], file: Path) -> None:

@@ -1,6 +1,9 @@
 """All figures by one command: what is there is kept, what is missing is taken, and each command is one there is."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from gdn2.bench import figures
-from gdn2.bench.figures import FIGURES, Figure
+from gdn2.bench.documented import FIGURES, Figure
 from gdn2.bench.report_inputs import read_inputs
 from gdn2.cli import app
 from gdn2.models.presets import preset_names
@@ -84,15 +87,86 @@ def test_what_fails_is_kept_too_and_taken_again(
     assert kept(file)["first"]["failure"] is None
 
 
+def test_what_was_taken_elsewhere_is_missing(file: Path) -> None:
+    """By other commands, such as those of another device, or on another machine."""
+    take(file, "first")
+    record = json.loads(file.read_text())
+
+    def is_missing(**changes: Any) -> bool:
+        changed = {**record["figures"]["first"], **changes}
+        content = {**record, "figures": {"first": changed}}
+        file.write_text(json.dumps(content))
+        return "about 0.1 min, missing" in take(file, "first", "--list").stdout
+
+    machine = record["figures"]["first"]["machine"]
+    assert not is_missing()
+    assert is_missing(commands=[f"{QUICK} --threads 1 --device cuda"])
+    assert is_missing(machine={**machine, "gpus": [{"name": "H200"}]})
+
+
+def test_figures_of_a_gpu_are_listed_anywhere(file: Path) -> None:
+    command = ["bench", "figures", "--list", "--device", "cuda", "--json", str(file)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0
+    assert done.stdout.count("\n") == len(FIGURES["cuda"])
+
+
 def test_mistakes_are_one_line(file: Path) -> None:
-    done = take(file, "secnod")
-    assert (done.exit_code, done.stderr) == (2, "error: figure: got 'secnod', expected second\n")
+    page = file.with_suffix(".md")
+    for options, message in {
+        ("secnod",): "figure: got 'secnod', expected second",
+        ("--minutes", "0"): "minutes: got 0, expected more than 0",
+        ("--minutes", "nan"): "minutes: got nan, expected more than 0",
+    }.items():
+        done = take(file, *options)
+        assert (done.exit_code, done.stderr) == (2, f"error: {message}\n")
+    done = take(page)
+    assert done.stderr == f"error: json: got {page}, expected a name that ends in .json\n"
     for content in ('{"a": 1}', '{"format": "gdn2 figures", "figures": {"first": {}}}'):
         file.write_text(content)
         done = take(file)
         expected = f"error: {file}: got another file, expected one of gdn2 bench figures\n"
         assert (done.exit_code, done.stderr) == (2, expected)
         assert file.read_text() == content
+    page.write_text("my notes")
+    done = take(file)
+    expected = f"error: {page}: got another page, expected one of gdn2 bench figures or none\n"
+    assert (done.exit_code, done.stderr, page.read_text()) == (2, expected, "my notes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes as Linux has them")
+def test_what_is_timed_ends_with_the_command(tmp_path: Path) -> None:
+    """And its half-written file is not taken for a later one's."""
+    long = "operator --shape 1x4096x4x64x64 --backend reference --seconds 600"
+    script = f"""
+from gdn2.bench.documented import FIGURES, Figure
+from gdn2.cli import main
+FIGURES["cpu"] = (Figure("first", "Long", 0.1, ("{long}",)),)
+main()
+"""
+    command = [sys.executable, "-c", script, "bench", "figures", "--device", "cpu"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("gdn2 bench"):
+                break
+        child = _child(process.pid)
+        process.terminate()
+        assert process.wait(30) == 143
+    assert not Path(f"/proc/{child}").exists()
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"] == {}
+
+
+def _child(parent: int) -> int:
+    """The process that another has started, once it runs its own program."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if found and b"operator" in Path(f"/proc/{found[0]}/cmdline").read_bytes().split(b"\0"):
+            time.sleep(1)
+            return int(found[0])
+        time.sleep(0.05)
+    raise AssertionError("no process was started")
 
 
 def test_a_report_reads_their_speeds(file: Path) -> None:

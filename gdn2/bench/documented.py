@@ -1,0 +1,124 @@
+"""What `gdn2 bench figures` measures for docs/performance.md, what matters most first."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something to measure by commands of `gdn2 bench` that belong together."""
+
+    name: str
+    about: str
+    minutes: float  # that it took about, on an H200 or on two cores
+    commands: tuple[str, ...]
+
+
+def _operator(name: str, about: str, options: str) -> Figure:
+    return Figure(name, about, 2, (f"operator --peers --backend triton --seconds 0.3 {options}",))
+
+
+def _training(name: str, about: str, preset: str, minutes: float) -> Figure:
+    # Which products are chosen lies on the machine, so both are done again on another one.
+    chosen = f"products {preset} --seconds 0.15"
+    timed = f"training {preset} --peers --weights bf16 --no-recompute --steps 5"
+    return Figure(name, about, minutes, (chosen, timed))
+
+
+_HYBRIDS = ("mamba2", "gdn", "kda", "mamba3-siso")
+FIGURES = {
+    "cuda": (
+        _operator("operator", "The operator at the paper's size", "--suite hopper"),
+        _training("training", "Training of the 1.3B hybrid", "gdn2-1.3b-hybrid", 8),
+        _training("training-recurrent", "Training of the recurrent 1.3B", "gdn2-1.3b", 8),
+        Figure("decode", "One token at a time", 1, ("decode --peers",)),
+        Figure(
+            "kernels",
+            "The operator kernel by kernel, and what registers that do not fit cost",
+            2,
+            (
+                "kernels --programs 1",
+                "kernels --form kda --programs 1",
+                "kernels --form mamba2 --shape 4x4096x64x64x64 --programs 1",
+            ),
+        ),
+        Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),
+        Figure(
+            "first-call",
+            "The first call and the first training step, nothing compiled",
+            3,
+            (
+                "operator --shape 4x4096x16x128x128 --backend triton --seconds 0.3 --cold",
+                "training gdn2-1.3b-hybrid --shape 4x4096 --weights bf16 --steps 1 --cold",
+            ),
+        ),
+        Figure(
+            "training-fp32",
+            "Training with fp32 weights",
+            4,
+            (
+                "training gdn2-1.3b-hybrid --weights fp32 --no-recompute --steps 5",
+                "training gdn2-1.3b --weights fp32 --no-recompute --steps 5",
+            ),
+        ),
+        Figure(
+            "profile",
+            "Where a training step goes",
+            4,
+            ("profile gdn2-1.3b-hybrid --no-recompute --peers",),
+        ),
+        Figure(
+            "generation",
+            "Prefill and decoding of the recurrent 1.3B",
+            2,
+            ("generation gdn2-1.3b --batch 1 --batch 64 --context 1024",),
+        ),
+        _operator(
+            "packed", "32 documents in 16384 tokens", "--shape 1x16384x16x128x128 --packed 32"
+        ),
+        _operator("narrow-heads", "32 heads of width 64", "--shape 4x4096x32x64x64"),
+        _operator("long", "65536 tokens, 4 heads", "--shape 1x65536x4x128x128"),
+        _operator("kda", "KDA: one gate a head", "--shape 4x4096x16x128x128 --form kda"),
+        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2"),
+        _operator(
+            "value-heads", "32 value heads of 16", "--shape 4x4096x16x128x128 --value-heads 32"
+        ),
+        Figure(
+            "models",
+            "Training of all models of the paper",
+            10,
+            tuple(
+                f"training {preset} --weights bf16 --steps 3"
+                for preset in ("transformer-1.3b", *(f"{name}-1.3b-hybrid" for name in _HYBRIDS))
+            )
+            + tuple(
+                f"training mamba3-mimo-1.3b-hybrid --weights bf16 --steps 3 {shapes}"
+                for shapes in ("--shape 8x2048 --shape 4x4096 --shape 2x8192", "--shape 1x16384")
+            ),
+        ),
+    ),
+    "cpu": (
+        Figure(
+            "operator",
+            "The operator beside the token loop",
+            0.4,
+            (
+                "operator --shape 1x2048x4x64x64 --backend torch,reference --passes backward"
+                " --threads 2 --seconds 6",
+            ),
+        ),
+        Figure(
+            "length",
+            "Time per token as sequences grow",
+            0.3,
+            (
+                "operator --shape 1x1024x4x64x64 --shape 1x16384x4x64x64 --backend torch"
+                " --passes backward --threads 2 --seconds 4",
+            ),
+        ),
+        Figure("kernels", "Where the operator's time goes", 0.1, ("kernels",)),
+        Figure("accuracy", "Errors against fp64", 0.1, ("accuracy",)),
+        Figure(
+            "generation", "Decoding of a small model", 0.2, ("generation gdn2-15m --threads 2",)
+        ),
+    ),
+}
