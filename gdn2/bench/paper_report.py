@@ -30,6 +30,7 @@ from gdn2.evals.report.paper import TABLES
 from gdn2.evals.report.tables import MISSING, with_ours
 from gdn2.models.summary import summarise
 from gdn2.training.plot import curve, plot_runs
+from gdn2.training.run_file import is_run
 
 HTML, MARKDOWN = "report.html", "report.md"
 TITLE = "Gated DeltaNet-2: ours beside the paper's"
@@ -44,6 +45,8 @@ DIFFERENCES = (
 def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
     """Read what the paths hold and write a folder with an HTML page, and with Markdown and its pictures."""
     need("matplotlib.figure", "plot", "report")
+    if out.is_dir() and is_run(out):
+        raise ValueError(f"out: got {out}, the folder of a run, expected one of the report's own")
     document = Document(TITLE, tuple(compose(read_inputs(paths))))
     pictures = [block for block in document.blocks if isinstance(block, Picture)]
     try:

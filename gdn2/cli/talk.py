@@ -18,6 +18,7 @@ from gdn2.models.folder import load_stop_ids, open_model
 from gdn2.models.generate import Stop, go_on
 from gdn2.models.prefill import prefill
 from gdn2.models.sampling import Sampling
+from gdn2.ops.arguments import require
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Talk:
             typer.echo(f"{name} is a preset: its weights are random, and so is the text", err=True)
         own = str(folder) if folder.is_dir() else BYTES
         self.tokenizer = load_tokenizer(tokenizer or own)
+        found, known = self.tokenizer.vocab_size, self.model.config.vocab_size
+        require(found <= known, "tokenizer", f"{found} tokens", f"at most the model's {known}")
         self.stop_ids = load_stop_ids(folder)
         lay_side_by_side(self.model)
 

@@ -65,6 +65,8 @@ def prepare(
         skip_bad: count lines that hold no text, rather than stop at the first.
         report: is called at the start and after each document.
     """
+    if isinstance(inputs, str):
+        raise ValueError(f"inputs: got {inputs!r}, expected a list of them")
     workers = (os.cpu_count() or 1) if workers is None else workers
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
         if value < 1:

@@ -43,6 +43,7 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a file beside its place and move it there, so that no reader finds half of one."""
+    require(path.parent.is_dir(), "path", path, "a file in a folder that exists")
     written = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

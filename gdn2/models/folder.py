@@ -49,6 +49,7 @@ def save_model(
     """
     path = Path(path)
     require(shard_bytes >= 1, "shard_bytes", shard_bytes, "at least 1")
+    require(isinstance(stop_ids, Iterable), "stop_ids", stop_ids, "a list of tokens")
     older = standing(path)
     _check_replaceable(older)
     copied = _tokenizer_files(older if tokenizer is None else Path(tokenizer))
@@ -96,7 +97,9 @@ def load_config(path: str | Path) -> ModelConfig:
     """The config of a model folder."""
     file = Path(path) / CONFIG
     data = read_json(file)
-    kind = data.get("model_type")
+    kind, inside = data.get("model_type"), Path(path) / "model"
+    is_run = kind is None and (inside / CONFIG).is_file()
+    require(not is_run, f"{path}", "the folder of a run", f"a model's, such as {inside}")
     require(kind == MODEL_TYPE, f"{file}: model_type", repr(kind), repr(MODEL_TYPE))
     try:
         return read_config(data)

@@ -76,6 +76,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
+        known = isinstance(config, ModelConfig)
+        require(known, "config", repr(config), "a ModelConfig, such as gdn2.preset(name)")
         self.config = config
         self._digest = config.digest
         self._checkpoints_blocks = False
@@ -108,7 +110,7 @@ class LanguageModel(nn.Module):
             targets: [batch, length] the token that should follow each, −100 where none counts. The logits are then
                 never held whole.
             inplace: let a call of one token overwrite the given state, in whose caches `reserve` has made room. There
-                are no gradients then.
+                are no gradients then. A call of more tokens leaves it as it was.
         """
         if targets is not None:
             require(targets.shape == ids.shape, "targets", ("shape", targets), ("ids'", ids))
@@ -235,6 +237,7 @@ class LanguageModel(nn.Module):
 
     def _laid_out(self, ids: Tensor, state: ModelState | None, layout: Layout | None) -> Layout:
         """Check the arguments and return where the tokens lie."""
+        require(isinstance(ids, Tensor), "ids", type(ids).__name__, "a tensor [batch, length]")
         require(ids.ndim == 2, "ids", ("shape", ids), "[batch, length]")
         require(ids.dtype in (torch.int32, torch.int64), "ids", ids.dtype, "int32 or int64")
         if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from gdn2.ops.arguments import require
+
 # A fused map is several matrices in one. A step of Muon has a fixed size, which drives decays and one-number gates far.
 NOT_FOR_MUON = ("in_proj", "decay_proj", "beta_proj")
 # Biases and diagonal maps that are not vectors.
@@ -16,6 +18,7 @@ def param_groups(model: nn.Module, weight_decay: float, decay_all: bool) -> list
     Vectors are norms, biases, and the parameters of decays and step sizes: pulled towards zero these shorten the
     memory. The released training code decays them all the same, as does `decay_all`.
     """
+    require(weight_decay >= 0, "weight_decay", weight_decay, "at least 0")
     members: dict[str, list[nn.Parameter]] = {"matrices": [], "tables": [], "vectors": []}
     for name, parameter in model.named_parameters():
         members[group_of(name, parameter)].append(parameter)

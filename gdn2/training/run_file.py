@@ -26,6 +26,7 @@ FREE = (
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a file, or the embedded one of this name, with `section.key=value` put over it."""
+    require(not isinstance(overrides, str), "overrides", repr(overrides), "a list of them")
     file = Path(name)
     if not file.is_file():
         file = CONFIGS / f"{name}.toml"

@@ -137,7 +137,7 @@ def test_mistakes_are_one_line(file: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes as Linux has them")
 def test_what_is_timed_ends_with_the_command(tmp_path: Path) -> None:
     """And its half-written file is not taken for a later one's."""
-    long = "operator --shape 1x4096x4x64x64 --backend reference --seconds 600"
+    long = "operator --shape 1x4096x4x64x64 --backend reference --seconds 60"
     script = f"""
 from gdn2.bench.documented import FIGURES, Figure
 from gdn2.cli import main

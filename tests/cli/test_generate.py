@@ -123,16 +123,27 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
 def test_a_prompt_that_is_no_text_is_named(folder: Path, tokenizer: str) -> None:
-    chosen = ["--tokenizer", "bytes"] if tokenizer == "bytes" else []
-    result = run("generate", str(folder), "one \udcff", "--device", "cpu", *chosen)
+    model = "gdn2-1m" if tokenizer == "bytes" else str(folder)
+    result = run("generate", model, "one \udcff", "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr == "error: text: got 'one \\udcff', expected UTF-8\n"
+    assert result.stderr.endswith("error: text: got 'one \\udcff', expected UTF-8\n")
 
 
 def test_a_tokenizer_too_large_for_the_model_is_named(folder: Path) -> None:
     result = run("generate", str(folder), "x", "--tokenizer", "bytes")
     assert result.exit_code == 2
-    assert "error: prompts[0]: got token 120, expected 0 to 22" in result.stderr
+    expected = "error: tokenizer: got 256 tokens, expected at most the model's 23\n"
+    assert result.stderr.endswith(expected)
+
+
+def test_the_folder_of_a_run_is_told_from_its_model(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text('{"run": {}, "schedule": {}}')
+    result = run("generate", str(tmp_path), "five")
+    found = f"got the folder of a run, expected a model's, such as {tmp_path / 'model'}"
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}: {found}\n")
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 漢字 🙂\n"])

@@ -151,6 +151,9 @@ def test_folders_that_are_wrong_are_one_line(run: Path, tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error: run: got '{empty}', expected a folder with a metrics")
     result = gdn2("report", tmp_path / "nothing.json")
     assert "got no such file" in result.stderr
+    result = gdn2("report", run, "--out", run)
+    expected = f"error: out: got {run}, the folder of a run, expected one of the report's own\n"
+    assert (result.exit_code, result.stderr) == (2, expected)
     result = gdn2("report", run, "--out", run / "metrics.jsonl")
     assert result.stderr.startswith("error: out: got [Errno 17] File exists: ")
     (run / "metrics.jsonl").write_text('{"loss": 1}\n')

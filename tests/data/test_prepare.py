@@ -234,6 +234,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     assert prepare([given], out, workers=1).documents == len(EXPECTED)
 
 
+def test_one_input_is_given_in_a_list(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^inputs: got 'notes.txt', expected a list of them$"):
+        prepare("notes.txt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_full_disk_is_one_line_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,6 +263,12 @@ def test_what_is_wrong_is_said(
     assert "\n" not in str(caught.value)
 
 
+def test_one_stop_is_given_in_a_list(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^stop_ids: got 2, expected a list of tokens$"):
+        save_model(LanguageModel(SMALL), tmp_path / "m", stop_ids=2)  # type: ignore[arg-type]
+    assert not (tmp_path / "m").exists()
+
+
 def test_devices_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     save_model(LanguageModel(SMALL), tmp_path / "m")
     with pytest.raises(ValueError, match=r"^device: got meta, expected one that is here and holds"):

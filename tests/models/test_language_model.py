@@ -179,6 +179,14 @@ def test_padding_changes_nothing(side: str) -> None:
             assert_close(f"row {i}, step {t}", found[i], logits[0], EXACT)
 
 
+def test_names_and_lists_are_no_configs_and_no_ids() -> None:
+    expected = r"^config: got 'gdn2-1m', expected a ModelConfig, such as gdn2\.preset\(name\)$"
+    with pytest.raises(ValueError, match=expected):
+        LanguageModel("gdn2-1m")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^ids: got list, expected a tensor \[batch, length\]$"):
+        make(EVERYTHING)([[1, 2]])
+
+
 def test_a_mask_without_padding_is_a_dense_batch() -> None:
     assert Layout.from_mask(torch.ones(2, 5).bool()).cu_seqlens is None
 

@@ -19,6 +19,11 @@ def test_groups_partition_the_parameters(tied: bool) -> None:
     assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
 
 
+def test_a_decay_is_no_growth() -> None:
+    with pytest.raises(ValueError, match=r"^weight_decay: got -1, expected at least 0$"):
+        LanguageModel(EVERYTHING).param_groups(-1)
+
+
 def test_each_parameter_is_where_it_belongs() -> None:
     names: dict[str, set[str]] = {"matrices": set(), "tables": set(), "vectors": set()}
     for name, parameter in LanguageModel(EVERYTHING).named_parameters():

@@ -277,6 +277,11 @@ def other(rows: int = 2) -> ModelState:
     return LanguageModel(config(DELTA)).new_state(rows)
 
 
+def test_a_state_goes_to_a_folder_that_is_there(model: LanguageModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^path: got .*none/x, expected a file in a folder that"):
+        save_state(model.new_state(1), tmp_path / "none" / "x")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -75,6 +75,11 @@ def test_overrides_are_toml_values_or_words(tmp_path: Path) -> None:
     assert loaded.schedule.tokens == 2_000_000
 
 
+def test_one_override_is_given_in_a_list() -> None:
+    with pytest.raises(ValueError, match=r"^overrides: got 'run.dir=x', expected a list of them$"):
+        load_config("demo", "run.dir=x")
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer": ({"optimizer": {"lr": 1}}, "optimizer: unknown name, expected optimiser"),
     "rate": ({"optimiser": {"rate": 1}}, "optimiser.rate: unknown name"),
