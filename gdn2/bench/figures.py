@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -73,6 +75,16 @@ def missing(figures: Sequence[Figure], taken: dict[str, Taken]) -> list[Figure]:
         return one["commands"] == [*figure.commands] and _processor(one["machine"]) == here
 
     return [figure for figure in figures if not is_there(figure)]
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end what is being timed too, meanwhile only: processes that are forked inherit it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def take(

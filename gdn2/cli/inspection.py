@@ -216,10 +216,7 @@ def figures(
     Each is kept as soon as it is there, in the file and on a page of Markdown beside it; the same command again takes
     those that are missing, have failed, or were taken by other code.
     """
-    import signal
-    import sys
-
-    from gdn2.bench.figures import choose, missing, read, take
+    from gdn2.bench.figures import choose, missing, read, take, terminable
     from gdn2.bench.timing import find_device
 
     there_is = "cuda" if list_them and device == "cuda" else find_device(device).type
@@ -230,10 +227,10 @@ def figures(
             state = "missing" if figure in left else "there"
             typer.echo(f"{figure.name}: {figure.about}, about {figure.minutes:g} min, {state}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is being timed ends too
-    failures = take(
-        wanted if name else left, file, minutes, lambda line: typer.echo(line, err=True)
-    )
+    with terminable():
+        failures = take(
+            wanted if name else left, file, minutes, lambda line: typer.echo(line, err=True)
+        )
     for line in failures:
         typer.echo(line)
     typer.echo(f"{file}: {len(wanted) - len(missing(wanted, read(file)))} of {len(wanted)} figures")

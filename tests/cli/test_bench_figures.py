@@ -1,6 +1,7 @@
 """All figures by one command: what is there is kept, what is missing is taken, and each command is one there is."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -42,8 +43,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_missing_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     done = take(file, "--minutes", "1")
     assert done.exit_code == 0, done.output
+    assert signal.getsignal(signal.SIGTERM) is before
     assert done.stdout == f"{file}: 1 of 2 figures\n"
     assert "second: left, since it takes about 5 min\n" in done.stderr
     first = kept(file)["first"]
