@@ -9,7 +9,7 @@ class Figure:
 
     name: str
     about: str
-    minutes: float  # that it took about, on an H200 or on two cores
+    minutes: float  # that it should take: as estimated for an H200, as measured on two cores
     commands: tuple[str, ...]
 
 

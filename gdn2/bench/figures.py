@@ -1,4 +1,4 @@
-"""All measurements of docs/performance.md, one after the other; each is kept in one file as soon as it is there."""
+"""All that commands measure for docs/performance.md, one after the other; each is kept as soon as it is there."""
 
 import hashlib
 import json
@@ -25,9 +25,8 @@ from gdn2.ops.trust import write_at_once
 
 FORMAT, TITLE = "gdn2 figures", "# Figures"
 SOURCES = (".py", ".cu", ".cuh")
-Taken = dict[
-    str, Any
-]  # what a figure's commands printed, the numbers that they wrote, when, where and by which code
+# What a figure's commands printed, the numbers that they wrote, when, where and by which code.
+Taken = dict[str, Any]
 TOLERANCE = 0.1  # minutes
 NAMED = ("gdn2", "torch", "triton", "fla-core")
 FIELDS = frozenset(

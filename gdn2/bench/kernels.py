@@ -21,9 +21,8 @@ from gdn2.ops.cuda import launch
 
 REPEATS = {"cpu": 3, "cuda": 30}
 SHAPE = {"cpu": "1x2048x4x64x64", "cuda": "4x4096x16x128x128"}
-OfThreads = dict[
-    str, tuple[int, int]
-]  # a kernel's registers a thread, and the bytes that do not fit into them
+# A kernel's registers a thread, and the bytes that do not fit into them.
+OfThreads = dict[str, tuple[int, int]]
 MOST = 30  # kernels that are listed; a CPU has more operators
 
 

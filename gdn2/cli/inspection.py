@@ -211,7 +211,7 @@ def figures(
     device: Device = None,
     list_them: Annotated[bool, typer.Option("--list", help="Say what there is, and stop.")] = False,
 ) -> None:
-    """Take all measurements of docs/performance.md, beside peers where these are installed.
+    """Take all that commands measure for docs/performance.md, beside peers where these are installed.
 
     Each is kept as soon as it is there, in the file and on a page of Markdown beside it; the same command again takes
     those that are missing, have failed, or were taken by other code.
