@@ -48,6 +48,11 @@ class LowRank(nn.Module):
         self.down = nn.Linear(inputs, rank, bias=False)
         self.up = nn.Linear(rank, outputs, bias=bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """As whoever hooks or wraps it sees it; the mixer calls the two maps by themselves where nobody does."""
+        made: Tensor = self.up(self.down(x))
+        return made
+
 
 class DeltaMixer(nn.Module):
     """The paper's block design: q, k and v through short convolutions, gates from x, the rule, a gated norm.
@@ -111,7 +116,7 @@ class DeltaMixer(nn.Module):
     @property
     def joint_maps(self) -> list[nn.Linear]:
         """All linear maps of the input; of two with a narrow middle the first."""
-        return list(self._entries.values())
+        return [map_ for map_ in self._entries.values() if isinstance(map_, nn.Linear)]
 
     def new_state(self, rows: int, capacity: int = 0) -> DeltaState:
         """An empty state; its size does not depend on the tokens it will see."""
@@ -129,10 +134,13 @@ class DeltaMixer(nn.Module):
 
     @property
     def _entries(self) -> dict[str, nn.Linear]:
-        """The first maps by what they lead to, found without the search that a module's attributes take."""
+        """The first maps, or what stands in their place, by what they lead to.
+
+        They are found without the search that a module's attributes take.
+        """
         modules: dict[str, Any] = self._modules
         entries = {name: modules[f"{name}_proj"] for name in self._inputs}
-        return {n: m.down if type(m) is LowRank else m for n, m in entries.items()}
+        return {n: m.down if is_bare(m, LowRank) else m for n, m in entries.items()}
 
     def _pattern(
         self, made: dict[str, Tensor], state: DeltaState | None, layout: Layout, inplace: bool
@@ -158,7 +166,7 @@ class DeltaMixer(nn.Module):
         """Whether all gradients of what is made of x can be made side by side."""
         c, convolutions = self.config, (self.q_conv, self.k_conv, self.v_conv)
         gated = c.gates == "separate" and c.erase_gate == c.write_gate == "channel"
-        if not (gated and self.laid and have_one_gradient(x, self.joint_maps)):
+        if not (gated and self.laid and have_one_gradient(x, [*self._entries.values()])):
             return False
         taps = [convolution.weight for convolution in convolutions]
         bare = all(is_bare(convolution, ShortConvolution) for convolution in convolutions)
@@ -205,8 +213,8 @@ class DeltaMixer(nn.Module):
 
     @staticmethod
     def _second(map_: nn.Module, x: Tensor) -> Tensor:
-        """The rest of a map of which `joint_maps` has the first."""
-        return single(map_.up, x) if isinstance(map_, LowRank) else x
+        """The rest of a map of which `_entries` has the first."""
+        return single(map_.up, x) if is_bare(map_, LowRank) else x
 
     def _ranged(self, gate: Tensor) -> Tensor:
         return gate if self.config.erase_range == 1 else self.config.erase_range * gate

@@ -53,7 +53,6 @@ def have_one_gradient(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
 def single(map_: nn.Module, x: Tensor) -> Tensor:
     """What a map makes of x; one with hooks or of another class, as an adapter, is called."""
     if not torch.is_grad_enabled() and is_bare(map_, nn.Linear):
-        assert isinstance(map_, nn.Linear)
         return linear(x, map_.weight, map_.bias)
     if is_chosen(x.device) and isinstance(map_, nn.Linear) and multiplies(map_, x):
         return together(x, [map_.weight])[0]

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gdn2.layers.delta import LowRank
+from gdn2.layers.joint import lay_side_by_side
 from gdn2.layers.norm import RMSNorm
 from gdn2.models.language_model import LanguageModel
 from tests.closeness import assert_close
@@ -27,6 +29,30 @@ def test_norms_with_hooks_or_adapters_are_called() -> None:
         hook.remove()
     model.norm = Doubling(model.norm)  # type: ignore[assignment]
     assert_close("logits", logits_of(model, ids), 2 * plain, EXACT)
+
+
+def test_maps_with_a_narrow_middle_are_called_where_they_have_hooks_or_adapters() -> None:
+    model, ids = make(config(DELTA)), tokens(2, 9)
+    plain = logits_of(model, ids)
+    maps = [x for x in model.modules() if isinstance(x, LowRank)]
+    seen: list[nn.Module] = []
+    hooks = [x.register_forward_hook(lambda map_, *_: seen.append(map_)) for x in maps]
+    assert_close("logits", logits_of(model, ids), plain, EXACT)
+    lay_side_by_side(model)  # passes over them
+    with torch.no_grad():
+        assert_close("logits", logits_of(model, ids), plain, EXACT)
+    assert len(maps) == 2 * len(model.mixers) and seen == 2 * maps
+    for hook in hooks:
+        hook.remove()
+    adapted = make(config(DELTA))
+    for mixer in adapted.mixers:
+        for name in ("decay_proj", "gate_proj"):
+            setattr(mixer, name, Doubling(mixer.get_submodule(name)))
+    with torch.no_grad():
+        for map_ in maps:
+            for parameter in map_.up.parameters():
+                parameter.mul_(2)
+    assert_close("logits", logits_of(adapted, ids), logits_of(model, ids), EXACT)
 
 
 def test_a_head_with_hooks_or_adapters_is_called() -> None:
