@@ -12,10 +12,14 @@ from gdn2.data.tokenizers import load_tokenizer
 from gdn2.evals.request import Request
 from gdn2.evals.requests_file import WINDOW
 from gdn2.evals.scoring import Answer, Answers, Scorer
+from gdn2.layers.plain import nearest
 from gdn2.models.folder import load_stop_ids, open_model
+from gdn2.ops.arguments import require
 
 LM: Any = need("lm_eval.api.model", "eval", "lm-eval's tasks").LM
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # its names
+PRECISIONS = ("float64", "float32", "bfloat16", "float16")  # likewise
+OPTIONS = ("pretrained", "tokenizer", "window", "carry_state", "dtype")
 MAX_TOKENS = 256  # that lm-eval's own models generate where a task does not say
 
 
@@ -54,7 +58,7 @@ class Gdn2LM(RequestLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str = "",
         tokenizer: str | None = None,
         window: int = 4096,
         carry_state: bool = False,
@@ -62,8 +66,13 @@ class Gdn2LM(RequestLM):
         batch_size: str | int = "auto",
         device: str | None = None,
         max_batch_size: int | None = None,
+        **others: object,
     ) -> None:
         """Open a model's folder; `window` and `carry_state` are as for `RequestLM`."""
+        for name in others:
+            require(False, "model_args", repr(name), nearest(name, OPTIONS))
+        require(bool(pretrained), "model_args", "no pretrained", "pretrained=FOLDER")
+        require(dtype in PRECISIONS, "dtype", repr(dtype), f"one of {', '.join(PRECISIONS)}")
         where = device or "cuda"
         if where.startswith("cuda") and not torch.cuda.is_available():
             where = "cpu"  # lm-eval's command line asks for cuda:0 where nothing was said

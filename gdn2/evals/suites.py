@@ -171,13 +171,14 @@ def _check_there(name: str, find: Callable[[Path], Path], data: Path | None) -> 
 
 
 def columns(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The paper's columns that results have a number for, and the averages of which nothing is missing."""
+    """The paper's columns that results have a number for, and averages where none is missing or of other samples."""
     found = {
         column: tasks[task]["metrics"][metric]
         for column, (task, metric) in COLUMNS.items()
         if metric in tasks.get(task, {}).get("metrics", {})
     }
     for average, parts in AVERAGES.items():
-        if all(part in found for part in parts):
+        limits = {tasks[COLUMNS[part][0]].get("limit") for part in parts if part in found}
+        if all(part in found for part in parts) and len(limits) == 1:
             found[average] = mean(found[part] for part in parts)
     return found

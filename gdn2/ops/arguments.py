@@ -113,6 +113,16 @@ def whole(name: str, value: Any) -> int:
         raise ValueError(f"{name}: got {value!r}, expected an integer") from None
 
 
+def read_scale(scale: Any, q: Tensor) -> float:
+    """Return the factor of the output, by default K^-0.5 for keys of width K."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise ValueError(f"scale: got {scale!r}, expected a number") from None
+
+
 Said = object | tuple[str, Tensor]  # words, or words and the tensor whose shape ends them
 
 

@@ -17,6 +17,7 @@ from gdn2.ops.arguments import (
     check_state,
     exact_products,
     new_state,
+    read_scale,
     require,
 )
 from gdn2.ops.backends import choose, why_not
@@ -75,7 +76,7 @@ def gated_delta_rule(
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         check_state("initial_state", initial_state, sequences, q, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = read_scale(scale, q)
 
     if backend == "reference":
         check_decay(g)
@@ -122,7 +123,7 @@ def gated_delta_step(
     sizes = zip(state.shape, state.stride(), strict=True)
     shared = inplace and any(size > 1 and stride == 0 for size, stride in sizes)
     require(not shared, "state", "an expanded tensor", "its own memory for each entry to overwrite")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = read_scale(scale, q)
     recorded = torch.is_grad_enabled() and not inplace
     operands = [x for x in (q, k, v, g, b, w, state) if x is not None]
     differentiable = recorded and any(x.requires_grad for x in operands)

@@ -268,6 +268,20 @@ def test_without_a_gpu_the_cpu_answers(
     assert answer[0] < 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model_args: got no pretrained, expected pretrained=FOLDER"),
+        ({"pretrained": "m", "windows": 3}, "model_args: got 'windows', expected window"),
+        ({"pretrained": "m", "dtype": "fp16"}, "dtype: got 'fp16', expected one of float64, flo"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_our_model_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        import_module("gdn2.evals.adapter").Gdn2LM(**options)
+
+
 @pytest.mark.slow  # lm-eval reads all of its task files
 def test_lm_evals_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

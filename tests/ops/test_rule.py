@@ -238,6 +238,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # options
     ({"chunk_size": 64.0}, r"chunk_size: got 64\.0, expected one of \(16, 32, 64, 128\)"),
     ({"chunk_size": 48}, r"chunk_size: got 48, expected one of \(16, 32, 64, 128\)"),
+    ({"scale": "half"}, "scale: got 'half', expected a number"),
+    ({"scale": (1, 2)}, r"scale: got \(1, 2\), expected a number"),
     ({"solve_precision": "fp8"}, r"solve_precision: got 'fp8', expected one of \('ieee', 'tf32'\)"),
     ({"backend": "cuda"}, "backend: got 'cuda', expected one of auto, triton, torch, reference"),
     ({"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens .* batch of 2, expected a batch of 1"),
