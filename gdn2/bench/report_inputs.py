@@ -15,9 +15,8 @@ from gdn2.evals.results import FORMAT as RESULTS
 from gdn2.evals.run import RESULTS as RESULTS_FILE
 from gdn2.layers.plain import from_plain
 from gdn2.models.files import read_json
+from gdn2.models.run_folder import METRICS, Line, read_metrics
 from gdn2.training.config import RunConfig
-from gdn2.training.metrics import FILE as METRICS
-from gdn2.training.metrics import Line, read_metrics
 from gdn2.training.run_file import WRITTEN, load_config
 
 Value = TypeVar("Value")

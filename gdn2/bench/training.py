@@ -24,9 +24,8 @@ from gdn2.bench.trainers import (
 )
 from gdn2.bench.training_paper import SHAPES, paper_speed
 from gdn2.data.batch import Batch
-from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset as find_preset
-from gdn2.models.summary import forward_flops
+from gdn2.models.summary import training_flops
 from gdn2.training.speed import peak_flops
 from gdn2.training.world import World
 
@@ -201,8 +200,7 @@ class Contest:
 
     def _row(self, shape: Shape, name: str, step: Timing, first: float, loss: float) -> Row:
         held, peak = self.trainers[name].held_bytes, peak_flops(self.plan.device)
-        with torch.device("meta"):
-            flops = 3 * shape.tokens * forward_flops(LanguageModel(self.config), shape.length)
+        flops = shape.tokens * training_flops(self.config, shape.length)
         return Row(
             preset=self.name,
             shape=shape,

@@ -88,11 +88,12 @@ def export(
     _need_transformers()
     from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.export import export_run, find_model
+    from gdn2.models.run_folder import step_of
     from gdn2.training.checkpoint_files import damage
 
     source = find_model(run, step)
     checkpoint = source.parent
-    wrong = damage(checkpoint, "model/") if checkpoint.parent.name == "checkpoints" else None
+    wrong = None if step_of(checkpoint) is None else damage(checkpoint, "model/")
     if wrong is not None:
         raise ValueError(f"{checkpoint}: got {wrong}, expected a whole one; --step takes another")
     own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None

@@ -22,14 +22,16 @@ def train(
 ) -> None:
     """Train a model; the same command again goes on where the run was left.
 
-    SIGTERM or Ctrl-C saves and leaves, a second Ctrl-C leaves at once. Exit code 1 if the run cannot go on.
+    SIGTERM or Ctrl-C saves and leaves, a second Ctrl-C leaves at once. Exit code 1 if the run cannot go on, or ends
+    with a validation loss that is no number.
     """
     from gdn2.training.faults import TrainingError
-    from gdn2.training.loop import train
+    from gdn2.training.loop import check_numbers, train
     from gdn2.training.run_file import load_config
 
     try:
-        train(load_config(config, overrides or []))
+        end = train(load_config(config, overrides or []))
+        check_numbers(end)
     except TrainingError as reason:
         typer.echo(f"error: {reason}", err=True)
         raise typer.Exit(1) from None

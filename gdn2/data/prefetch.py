@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from types import TracebackType
 
 from gdn2.data.batch import Batch, Source
 from gdn2.data.checks import require_integer
@@ -50,12 +49,7 @@ class Prefetch:
     def __enter__(self) -> "Prefetch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        mistake: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(self) -> None:

@@ -128,8 +128,8 @@ def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _first_difference(was: Any, now: list[Any]) -> tuple[Any, Any]:
-    """The first inputs that differ, each None where there are no more."""
-    pairs = zip_longest(was if isinstance(was, list) else [], now)
+    """The first inputs that differ."""
+    pairs = zip_longest(was if isinstance(was, list) else [], now, fillvalue="no more")
     return next((pair for pair in pairs if not _is_same_input(*pair)), (None, None))
 
 

@@ -196,11 +196,6 @@ class Task:
         self._config, self._seed, self._is_validation = config, seed, split == "validation"
         self.length, self.vocab_size = length, config.vocab_size
 
-    @property
-    def chance(self) -> float:
-        """The accuracy of guessing, over the targets that count."""
-        return self._config.chance
-
     def batch(self, first: int, rows: int) -> Batch:
         check_rows(first, rows)
         drawn = [self._config.draw(self.length, self._rand(first + i)) for i in range(rows)]

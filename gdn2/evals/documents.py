@@ -9,6 +9,7 @@ from gdn2.data.extras import need
 from gdn2.data.opening import COMPRESSED, Opened
 
 Row = dict[str, Any]
+Kind = type | tuple[type, ...]  # of a field: one, or one of several
 SUFFIXES = (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSED))
 
 
@@ -68,18 +69,19 @@ def hub_rows(dataset: str, split: str) -> list[Row]:
 
 def text_field(row: Row, name: str, where: str) -> str:
     """A field that must be a string."""
-    return _field(row, name, where, str, "a string")
+    return field_of(row, name, where, str, "a string")
 
 
 def list_field(row: Row, name: str, where: str) -> list[Any]:
     """A field that must be a list with something in it."""
-    value: list[Any] = _field(row, name, where, list, "a list")
+    value: list[Any] = field_of(row, name, where, list, "a list")
     if not value:
         raise ValueError(f"{where}, field {name!r}: got an empty list, expected something in it")
     return value
 
 
-def _field(row: Row, name: str, where: str, kind: type, words: str) -> Any:
+def field_of(row: Row, name: str, where: str, kind: Kind, words: str) -> Any:
+    """A field that must be there and of a kind, or of one of several."""
     if name not in row:
         raise ValueError(
             f"{where}: got fields {', '.join(row) or '(none)'}, expected also {name!r}"

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn2.evals.documents import Row, find_rows, read_rows
+from gdn2.evals.documents import Kind, Row, field_of, find_rows, read_rows
 
-Field = type | tuple[type, ...]
-CHOICES: Mapping[str, Field] = {"choices": dict, "answerKey": str}
+CHOICES: Mapping[str, Kind] = {"choices": dict, "answerKey": str}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Source:
     stock: str  # under lm_eval/tasks
     split: str
     stems: tuple[str, ...]  # names of files, without their endings
-    fields: Mapping[str, Field]
+    fields: Mapping[str, Kind]
     gold: Gold | None = None
     blank: tuple[str, ...] = ()  # texts that may be; one of the others would be scored as something
 
@@ -157,20 +156,12 @@ def check_rows(file: Path, source: Source) -> None:
     for number, row in enumerate(read_rows(file), start=1):
         where = f"{file}, row {number}"
         for name, kind in source.fields.items():
-            _check_field(row, name, kind, where)
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            field_of(row, name, where, kinds, " or ".join(one.__name__ for one in kinds))
             if kind is str and name not in source.blank and not row[name].strip():
                 raise ValueError(f"{where}, field {name!r}: got {row[name]!r}, expected some text")
         if source.gold is not None:
             _check_gold(row, source.gold, where)
-
-
-def _check_field(row: Row, name: str, kind: Field, where: str) -> None:
-    if name not in row:
-        raise ValueError(f"{where}: got fields {', '.join(row)}, expected also {name!r}")
-    if not isinstance(row[name], kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        words = " or ".join(one.__name__ for one in kinds)
-        raise ValueError(f"{where}, field {name!r}: got {row[name]!r}, expected {words}")
 
 
 def _check_gold(row: Row, gold: Gold, where: str) -> None:

@@ -1,7 +1,6 @@
 """What an evaluation leaves: whose numbers they are, what made them, and the numbers."""
 
 import json
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,25 +14,15 @@ from gdn2.evals.answers import AnswerFile
 from gdn2.evals.encoding import check_vocabulary, first_token
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_json, standing
-from gdn2.models.folder import CONFIG, load_config, load_stop_ids
-from gdn2.models.presets import preset, preset_names
+from gdn2.models.folder import CONFIG, config_of, load_stop_ids
+from gdn2.models.presets import preset_names
+from gdn2.models.run_folder import step_of_model
 from gdn2.models.weights import checksum
-from gdn2.ops.arguments import require
 from gdn2.ops.versions import installed
 
 FORMAT = "gdn2 results 1"
 WEIGHTS, RANDOM = "model*.safetensors", "random"
 LIBRARIES = ("torch", "triton", "tokenizers", "lm_eval", "datasets", "nltk", "wonderwords")
-
-
-def config_of(name: str) -> ModelConfig:
-    """Of the model in a folder, or of the preset of this name."""
-    folder = standing(Path(name))
-    if folder.is_dir():
-        return load_config(folder)
-    known = name in preset_names()
-    require(known, "model", repr(name), "a folder with a model, or a name that `gdn2 show` lists")
-    return preset(name)
 
 
 def describe(
@@ -46,7 +35,7 @@ def describe(
     return {
         "config": config.digest,
         "weights": checksum(folder) if own else RANDOM,
-        "step": _step(folder.absolute()) if own else 0,
+        "step": step_of_model(folder.absolute()) if own else 0,
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": tokenizer.sha256 or tokenizer.name,
         "first_token": first_token(tokenizer),
@@ -113,13 +102,3 @@ class Results:
         written = self.path.with_name(f".{self.path.name}")
         written.write_text(json.dumps(self.record, indent=1) + "\n")
         written.replace(self.path)
-
-
-def _step(folder: Path) -> int | None:
-    """The training step of a model in a run's folder: a checkpoint's, or the last one."""
-    checkpoint = re.fullmatch(r"step-(\d+)", folder.parent.name)
-    if checkpoint:
-        return int(checkpoint[1])
-    metrics = folder.parent / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    return json.loads(lines[-1]).get("step") if lines else None

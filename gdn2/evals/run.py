@@ -13,11 +13,11 @@ from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests
-from gdn2.evals.results import Results, config_of, describe, known_of, libraries
+from gdn2.evals.results import Results, describe, known_of, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
 from gdn2.models.files import standing
-from gdn2.models.folder import load_stop_ids, open_model
+from gdn2.models.folder import config_of, load_stop_ids, open_model
 
 ANSWERS, RESULTS = "answers.jsonl", "results.json"
 

@@ -1,15 +1,13 @@
 """A training run as a folder that others can use: model, tokenizer, generation config and model card."""
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 from gdn2.hf.card import model_card
 from gdn2.hf.results import read_results
 from gdn2.hf.special_tokens import write_special_tokens
 from gdn2.models.files import new_folder, read_json, standing
 from gdn2.models.folder import load_model, save_model
+from gdn2.models.run_folder import CHECKPOINTS, MODEL, Line, read_metrics, step_of
 from gdn2.ops.arguments import require
 
 CARD = "README.md"
@@ -18,16 +16,16 @@ CARD = "README.md"
 def find_model(run: str | Path, step: int | None = None) -> Path:
     """The model folder of a run: that after a step, of which a checkpoint was kept, or the latest."""
     run = Path(run)
-    kept = {number: path for path in run.glob("checkpoints/*") if (number := _step(path))}
+    kept = {n: path for path in run.glob(f"{CHECKPOINTS}/*") if (n := step_of(path)) is not None}
     if step is not None:
         known = ", ".join(map(str, sorted(kept))) or "none"
         require(step in kept, "step", step, f"a step whose checkpoint was kept: {known}")
-        return kept[step] / "model"
-    finished = standing(run / "model")
+        return kept[step] / MODEL
+    finished = standing(run / MODEL)
     if finished.is_dir():
         return finished
     require(bool(kept), "run", f"{run} with neither model nor checkpoints", "a training run")
-    return kept[max(kept)] / "model"
+    return kept[max(kept)] / MODEL
 
 
 def export_run(
@@ -53,7 +51,7 @@ def export_run(
     require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
     source = find_model(run, step)
     model = load_model(source)
-    metrics = _metrics_at(run, _step(source.parent))
+    metrics = _metrics_at(run, step_of(source.parent))
     numbers = {}
     if results is not None:
         numbers = read_results(Path(results), source, model.config.digest, metrics.get("step"))
@@ -65,21 +63,10 @@ def export_run(
         (written / CARD).write_text(card)
 
 
-def _step(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, None for another folder."""
-    found = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    return None if found is None else int(found[1])
-
-
-def _metrics_at(run: Path, step: int | None) -> dict[str, Any]:
+def _metrics_at(run: Path, step: int | None) -> Line:
     """The newest value of each metric up to a step."""
-    newest: dict[str, Any] = {}
-    file = run / "metrics.jsonl"
-    for text in file.read_text().splitlines() if file.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut short by a kill
-            break
+    newest: Line = {}
+    for line in read_metrics(run):
         if step is None or line["step"] <= step:
             newest |= line
     return newest

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from gdn2.layers.plain import check_types
+from gdn2.layers.plain import at_least_one, check_types, none_or_at_least_one
 from gdn2.ops.arguments import MAX_WIDTH, require
 
 
@@ -41,8 +41,8 @@ class DeltaConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "num_heads", "key_head_dim", "value_head_dim", "conv_width")
-        _optional_positive(self, "num_value_heads", "gate_rank")
+        at_least_one(self, "num_heads", "key_head_dim", "value_head_dim", "conv_width")
+        none_or_at_least_one(self, "num_value_heads", "gate_rank")
         _narrow(self, "key_head_dim", "value_head_dim")
         fits = self.value_heads % self.num_heads == 0
         require(fits, "num_value_heads", self.value_heads, f"a multiple of {self.num_heads} heads")
@@ -77,7 +77,7 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "inner_size", "head_dim", "state_size", "conv_width")
+        at_least_one(self, "inner_size", "head_dim", "state_size", "conv_width")
         _narrow(self, "head_dim", "state_size")
         _whole_heads(self.inner_size, self.head_dim)
 
@@ -99,7 +99,7 @@ class Mamba3Config:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "inner_size", "head_dim", "state_size", "rank")
+        at_least_one(self, "inner_size", "head_dim", "state_size", "rank")
         _narrow(self, "head_dim", "state_size")
         _whole_heads(self.inner_size, self.head_dim)
         fits = 0 < self.rotary_fraction <= 1 and self.num_angles > 0
@@ -128,8 +128,8 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "num_heads", "head_dim")
-        _optional_positive(self, "num_kv_heads", "window")
+        at_least_one(self, "num_heads", "head_dim")
+        none_or_at_least_one(self, "num_kv_heads", "window")
         fits = self.num_heads % self.kv_heads == 0
         require(fits, "num_kv_heads", self.kv_heads, f"a divisor of {self.num_heads} heads")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
@@ -142,18 +142,6 @@ class AttentionConfig:
 
 
 MixerConfig = DeltaConfig | Mamba2Config | Mamba3Config | AttentionConfig
-
-
-def _positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value >= 1, name, value, "at least 1")
-
-
-def _optional_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value >= 1, name, value, "None or at least 1")
 
 
 def _narrow(config: object, *names: str) -> None:

@@ -7,8 +7,11 @@ the nearest known one.
 from collections.abc import Collection
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from gdn2.ops.arguments import require
 
 C = TypeVar("C")
 
@@ -44,6 +47,26 @@ def check_types(config: Any) -> None:
     """
     for name, kind in get_type_hints(type(config)).items():
         object.__setattr__(config, name, _read(getattr(config, name), kind, name))  # may be frozen
+
+
+def at_least_one(config: object, *names: str) -> None:
+    """Check numbers that count something."""
+    for name in names:
+        require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+
+
+def none_or_at_least_one(config: object, *names: str) -> None:
+    """Check numbers that count something where they are given."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value >= 1, name, value, "None or at least 1")
+
+
+def positive(config: object, *names: str) -> None:
+    """Check quantities."""
+    for name in names:
+        value = getattr(config, name)
+        require(0 < value < inf, name, value, "more than 0 and finite")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -1,7 +1,6 @@
 """What a language model is made of. Names that Hugging Face has, have Hugging Face's names."""
 
 import json
-import math
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -13,7 +12,7 @@ from gdn2.layers.config import (
     Mamba3Config,
     MixerConfig,
 )
-from gdn2.layers.plain import check_types, from_plain, to_plain
+from gdn2.layers.plain import at_least_one, check_types, from_plain, positive, to_plain
 from gdn2.ops.arguments import require
 
 CONVENTIONAL = (  # names that Hugging Face's libraries look for
@@ -43,11 +42,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("rms_norm_eps", "initializer_range"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, name, value, "more than 0 and finite")
+        at_least_one(self, "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        positive(self, "rms_norm_eps", "initializer_range")
         require(len(self.cell) > 0, "cell", "no mixers", "at least one")
         fits = self.num_hidden_layers % len(self.cell) == 0
         expected = f"a multiple of the cell's {len(self.cell)} mixers"

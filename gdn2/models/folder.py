@@ -141,10 +141,18 @@ def open_model(
     """The model in a folder or, with random weights, the preset of this name."""
     if standing(Path(name)).is_dir():
         return load_model(name, device=device, dtype=dtype)
+    model = LanguageModel(config_of(name)).to(device)
+    return model if dtype is None else model.cast(dtype)
+
+
+def config_of(name: str) -> ModelConfig:
+    """The config of the model in a folder, or of the preset of this name."""
+    folder = standing(Path(name))
+    if folder.is_dir():
+        return load_config(folder)
     known = name in preset_names()
     require(known, "model", repr(name), "a folder with a model, or a name that `gdn2 show` lists")
-    model = LanguageModel(preset(name)).to(device)
-    return model if dtype is None else model.cast(dtype)
+    return preset(name)
 
 
 def _to_json(model: LanguageModel) -> dict[str, Any]:

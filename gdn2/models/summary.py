@@ -67,10 +67,16 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def forward_flops(model: LanguageModel, length: int) -> float:
-    """Forward, per token of a sequence of this length, head included; training takes three times as much."""
+    """Forward, per token of a sequence of this length, head included."""
     maps = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     weights = sum(map_.weight.numel() for map_ in maps) + model.head_weight.numel()
     return 2 * weights + sum(mixer.core_flops(length) for mixer in model.mixers)
+
+
+def training_flops(config: ModelConfig, length: int) -> float:
+    """Both passes, per token: the backward takes twice the forward. What is computed again is not counted."""
+    with torch.device("meta"):
+        return 3 * forward_flops(LanguageModel(config), length)
 
 
 def render(name: str, summary: Summary, console: Any) -> None:

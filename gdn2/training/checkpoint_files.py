@@ -15,14 +15,10 @@ from hashlib import file_digest
 from pathlib import Path
 
 from gdn2.models.files import read_json
+from gdn2.models.run_folder import step_of
 
 CHECKSUMS = "checksums.json"
-NAME = re.compile(r"step-(\d{8,})")
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for what a process writes
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08}"
 
 
 def partial(path: Path) -> Path:
@@ -32,8 +28,8 @@ def partial(path: Path) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps that have a folder, whole or not, the newest first."""
-    names = (NAME.fullmatch(path.name) for path in folder.iterdir())
-    return sorted((int(name[1]) for name in names if name), reverse=True)
+    steps = map(step_of, folder.iterdir())
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def seal(folder: Path, rank: int) -> dict[str, str]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from gdn2.models.files import read_json
 from gdn2.models.language_model import LanguageModel
+from gdn2.models.run_folder import checkpoint_path
 from gdn2.ops.arguments import require
 from gdn2.training import checkpoint_files as files
 from gdn2.training.shard import full_weights
@@ -115,7 +116,7 @@ class Checkpoints:
         """The newest whole checkpoint; those that are not are named on standard error and passed over."""
         self._join()
         step = self._by_main(self.folder, self._newest_step)
-        return None if step is None else Checkpoint(step, files.step_folder(self.folder, step))
+        return None if step is None else Checkpoint(step, checkpoint_path(self.folder, step))
 
     def load(
         self, checkpoint: Checkpoint, model: LanguageModel, optimiser: Optimizer
@@ -136,7 +137,7 @@ class Checkpoints:
         export: Export | None,
     ) -> None:
         """What the writing threads of all processes do, in step with each other."""
-        path = files.step_folder(self.folder, step)
+        path = checkpoint_path(self.folder, step)
         written = files.partial(path)
 
         def write() -> None:
@@ -187,7 +188,7 @@ class Checkpoints:
 
     def _newest_step(self) -> int | None:
         for step in files.steps_in(self.folder):
-            path = files.step_folder(self.folder, step)
+            path = checkpoint_path(self.folder, step)
             wrong = files.damage(path)
             if wrong is None:
                 return step
@@ -202,7 +203,7 @@ class Checkpoints:
         older = [step for step in files.steps_in(self.folder) if step < newest]
         whole = [step for step in older if step not in self._damaged]
         for step in files.superfluous([newest, *whole], self._keep, self._milestones):
-            files.discard(files.step_folder(self.folder, step))
+            files.discard(checkpoint_path(self.folder, step))
 
     def _join(self) -> None:
         if self._writer is not None:

@@ -5,21 +5,9 @@ from math import inf
 from typing import Literal
 
 from gdn2.data.config import DataConfig, at_home
-from gdn2.layers.plain import check_types
+from gdn2.layers.plain import at_least_one, check_types, none_or_at_least_one, positive
 from gdn2.models.config import ModelConfig
 from gdn2.ops.arguments import require
-
-
-def _positive(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        require(value >= 1, name, value, "at least 1")
-
-
-def _optional_positive(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        require(value is None or value >= 1, name, value, "None or at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +34,7 @@ class BatchSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "tokens", "length", "micro_rows")
+        at_least_one(self, "tokens", "length", "micro_rows")
         whole = self.tokens % (self.length * self.micro_rows) == 0
         expected = f"a multiple of {self.micro_rows} micro_rows of length {self.length}"
         require(whole, "tokens", self.tokens, expected)
@@ -71,10 +59,8 @@ class OptimiserSection:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "betas", tuple(self.betas))
-        _positive(self, "max_skips")
-        for name in ("lr", "eps"):
-            value = getattr(self, name)
-            require(0 < value < inf, name, value, "more than 0 and finite")
+        at_least_one(self, "max_skips")
+        positive(self, "lr", "eps")
         require(self.clip > 0, "clip", self.clip, "more than 0")
         fits = 0 <= self.weight_decay < inf
         require(fits, "weight_decay", self.weight_decay, "at least 0 and finite")
@@ -92,7 +78,7 @@ class ScheduleSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "tokens")
+        at_least_one(self, "tokens")
         fits = 0 <= self.warmup_tokens < self.tokens
         expected = f"at least 0 and less than tokens, {self.tokens}"
         require(fits, "warmup_tokens", self.warmup_tokens, expected)
@@ -135,8 +121,8 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "replicate")
-        _optional_positive(self, "shard")
+        at_least_one(self, "replicate")
+        none_or_at_least_one(self, "shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +137,8 @@ class CheckpointSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "keep")
-        _optional_positive(self, "every_steps", "every_tokens", "milestone_steps")
+        at_least_one(self, "keep")
+        none_or_at_least_one(self, "every_steps", "every_tokens", "milestone_steps")
         fits = self.every_seconds is None or self.every_seconds > 0
         require(fits, "every_seconds", self.every_seconds, "None or more than 0")
 
@@ -166,8 +152,8 @@ class ValidationSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "rows")
-        _optional_positive(self, "every_steps")
+        at_least_one(self, "rows")
+        none_or_at_least_one(self, "every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +167,8 @@ class SamplesSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _positive(self, "tokens")
-        _optional_positive(self, "every_steps")
+        at_least_one(self, "tokens")
+        none_or_at_least_one(self, "every_steps")
         require(self.prompt != "", "prompt", repr(self.prompt), "at least one character")
         fits = 0 <= self.temperature < inf
         require(fits, "temperature", self.temperature, "at least 0 and finite")
@@ -197,7 +183,7 @@ class LogSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _optional_positive(self, "health_every_steps")
+        none_or_at_least_one(self, "health_every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)

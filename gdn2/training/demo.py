@@ -7,9 +7,9 @@ from pathlib import Path
 
 from gdn2.data.tokenizers import load_tokenizer
 from gdn2.models.folder import load_model
+from gdn2.models.run_folder import MODEL
 from gdn2.training.loop import RunEnd, train
 from gdn2.training.plot import plot_runs
-from gdn2.training.run import MODEL
 from gdn2.training.run_file import load_config
 from gdn2.training.writing import sample
 

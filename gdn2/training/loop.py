@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gdn2.data.prefetch import Prefetch
 from gdn2.data.synthetic import Task
 from gdn2.data.tokenizers import Tokenizer
 from gdn2.models.language_model import LanguageModel
+from gdn2.models.run_folder import MODEL
 from gdn2.models.summary import count_parameters
 from gdn2.training.checkpoints import CheckpointError
 from gdn2.training.config import RunConfig
@@ -18,7 +20,7 @@ from gdn2.training.faults import StopRequest, TrainingError, diagnose, is_lack_o
 from gdn2.training.health import health
 from gdn2.training.metrics import Metrics, check_tensorboard
 from gdn2.training.progress import Progress
-from gdn2.training.run import MODEL, Run, own_folder
+from gdn2.training.run import Run, own_folder
 from gdn2.training.schedule import rate_at
 from gdn2.training.speed import Speed
 from gdn2.training.step import StepResult, train_step
@@ -61,6 +63,14 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
         raise TrainingError(f"there is not enough memory; take {advice}") from None
     finally:
         world.close()
+
+
+def check_numbers(end: RunEnd) -> None:
+    """Raise TrainingError where a model that was trained to its end predicts nothing."""
+    for name, value in end.validation.items():
+        if end.is_finished and not isfinite(value):
+            made = f"the model in {end.folder / MODEL} predicts nothing"
+            raise TrainingError(f"{name} is {value:g}: {made}; a lower optimiser.lr may help")
 
 
 class _Loop:

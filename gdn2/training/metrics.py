@@ -6,17 +6,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
-from gdn2.ops.arguments import require
-
-FILE = "metrics.jsonl"
-TIMINGS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # what two equal runs differ in
-PLACE = ("step", "tokens")  # what every line has
-DRAWN = ("loss", "validation_loss", "tokens_per_second", "gradient_norm")  # numbers where they are
-
-Line = dict[str, Any]
+from gdn2.models.run_folder import METRICS, Line, read_metrics
 
 
 class Metrics:
@@ -31,7 +23,7 @@ class Metrics:
         self._board: Any = None
         if folder is None:
             return
-        path, part = folder / FILE, folder / f".{FILE}"
+        path, part = folder / METRICS, folder / f".{METRICS}"
         kept = [line for line in read_metrics(folder) if line["step"] <= after]
         part.write_text("".join(map(_written, kept)))
         part.replace(path)
@@ -41,12 +33,7 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        mistake: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # said before
             self._put()
         for opened in (self._file, self._board):
@@ -76,30 +63,6 @@ class Metrics:
                 reason.filename = self._file.name
                 raise
             self._waiting = self._waiting[taken:]
-
-
-def read_metrics(folder: Path) -> list[Line]:
-    """The lines of a run, without one that a kill cut short."""
-    file = folder / FILE
-    # A byte that is no text becomes \x.., which is no JSON: its line is named like any other broken one.
-    texts = file.read_text("utf-8", "backslashreplace").splitlines() if file.exists() else []
-    lines = []
-    for number, text in enumerate(texts, 1):
-        where = f"{file}, line {number}"
-        try:
-            line = json.loads(text)
-        except ValueError:
-            if number < len(texts):
-                raise ValueError(f"{where}: got {text!r}, expected JSON") from None
-            continue
-        fits = isinstance(line, dict) and all(type(line.get(name)) is int for name in PLACE)
-        require(fits, where, repr(line), "a table with step and tokens, both integers")
-        for name in DRAWN:
-            value = line.get(name)
-            fits = value is None or type(value) in (int, float)
-            require(fits, f"{where}: {name}", repr(value), "a number")
-        lines.append(line)
-    return lines
 
 
 def check_tensorboard(wanted: bool) -> None:

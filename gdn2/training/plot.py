@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gdn2.training.metrics import FILE, Line, read_metrics
+from gdn2.models.run_folder import METRICS, Line, read_metrics
 
 PANELS = {"loss": "loss", "tokens_per_second": "tokens/s", "gradient_norm": "gradient norm"}
 SMOOTHING = 50  # parts of a run over which a curve is averaged
@@ -22,7 +22,9 @@ def check_plot(runs: Sequence[Path], file: Path) -> None:
     for run in runs:
         lines = read_metrics(run)
         if not lines:
-            raise ValueError(f"run: got {str(run)!r}, expected a folder with steps in its {FILE}")
+            raise ValueError(
+                f"run: got {str(run)!r}, expected a folder with steps in its {METRICS}"
+            )
     if find_spec("matplotlib") is None:
         raise ValueError('plot: matplotlib is not installed; pip install "gdn2[plot]" installs it')
 

@@ -1,7 +1,6 @@
 """What a run says while it goes: one live line on a terminal, a line now and then in a log."""
 
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -40,12 +39,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        mistake: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

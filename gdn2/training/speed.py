@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from gdn2.models.config import ModelConfig
-from gdn2.models.language_model import LanguageModel
-from gdn2.models.summary import forward_flops
+from gdn2.models.summary import training_flops
 
 # Dense bf16 FLOP/s with fp32 sums, from the vendors' data sheets; the first name that fits counts.
 PEAKS = {
@@ -30,8 +29,7 @@ class Speed:
     ) -> None:
         self._device = device
         peak = peak_flops(device) if compute == torch.bfloat16 else None
-        # Backward takes twice the forward; what activation checkpointing computes again is not counted.
-        self._share = None if peak is None else 3 * _forward_flops(model, length) / (peak * size)
+        self._share = None if peak is None else training_flops(model, length) / (peak * size)
         self._last = time.perf_counter()
 
     def restart(self) -> None:
@@ -56,8 +54,3 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in PEAKS.items() if known in name), None)
-
-
-def _forward_flops(config: ModelConfig, length: int) -> float:
-    with torch.device("meta"):
-        return forward_flops(LanguageModel(config), length)

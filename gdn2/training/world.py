@@ -94,10 +94,6 @@ class World:
                 raise error
         return result
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        self.any(False)
-
     def close(self) -> None:
         """Leave the others; nothing may be asked of them afterwards."""
         if dist.is_initialized():

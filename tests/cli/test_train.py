@@ -80,6 +80,13 @@ def test_a_run_that_cannot_go_on_has_exit_code_1(
     assert "error: 3 steps in a row were skipped (loss inf" in result.stderr
 
 
+def test_a_model_that_predicts_nothing_has_exit_code_1(file: Path, tmp_path: Path) -> None:
+    result = run("train", str(file), "optimiser.lr=1e30", "optimiser.max_skips=100")
+    assert result.exit_code == 1
+    said = f"error: validation_loss is nan: the model in {tmp_path / 'run/model'} predicts nothing"
+    assert said in result.stderr
+
+
 def test_demo_from_beginning_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fiftieth of its steps; the last test is the whole one."""
     short = ["schedule.tokens=20_480", "schedule.warmup_tokens=2048", "samples.tokens=20"]

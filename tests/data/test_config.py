@@ -144,9 +144,10 @@ def test_a_mixture_is_validated_on_parts_that_hold_something_out(tmp_path: Path)
 
 
 def test_a_task_says_what_guessing_gives() -> None:
-    source = open_source(ParityConfig(), LENGTH, 0, "validation")
+    config = ParityConfig()
+    source = open_source(config, LENGTH, 0, "validation")
     assert isinstance(source, Task)
-    assert source.chance == 0.5
+    assert config.chance == 0.5
     targets = source.batch(0, 100).targets
     assert torch.allclose(targets.double().mean(), torch.tensor(0.5).double(), atol=0.1)
 

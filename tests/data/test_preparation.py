@@ -87,7 +87,7 @@ def test_folders_of_before_there_were_checksums_go_on(tmp_path: Path, finished: 
     done = prepare([given], out, workers=1, shard_tokens=50)
     assert done == prepare([given], tmp_path / "new", workers=1, shard_tokens=50)
     with pytest.raises(
-        ValueError, match=r"^out: .* was prepared with inputs None, got {'name': 'a"
+        ValueError, match=r"^out: .* was prepared with inputs no more, got {'name': 'a"
     ):
         prepare([given, given], out, workers=1, shard_tokens=50)
 

@@ -187,7 +187,7 @@ def test_bad_lines_stop_or_are_counted_once(tmp_path: Path) -> None:
         ({"shard_tokens": 9}, "shard_tokens 300, got 9"),
         ({"field": "body"}, "field text, got body"),
         ({"inputs": ["python"]}, r"inputs {'name': 'a.jsonl', .*}, got {'name': 'python'"),
-        ({"inputs": 2}, r"inputs None, got {'name': 'a.jsonl'"),
+        ({"inputs": 2}, r"inputs no more, got {'name': 'a.jsonl'"),
     ],
 )
 def test_other_settings_are_refused(

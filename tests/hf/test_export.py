@@ -24,8 +24,8 @@ from gdn2.hf.export import export_run, find_model
 from gdn2.hf.special_tokens import write_special_tokens
 from gdn2.models.folder import load_stop_ids
 from gdn2.models.presets import preset
+from gdn2.models.run_folder import read_metrics
 from gdn2.training.loop import train
-from gdn2.training.metrics import read_metrics
 from gdn2.training.run_file import load_config
 from tests.data.samples import TEXTS, save_tokenizer
 from tests.evals.rows import write_folder

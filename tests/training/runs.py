@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gdn2.models.run_folder import read_metrics
 from gdn2.training.config import RunConfig
-from gdn2.training.metrics import TIMINGS, read_metrics
 from gdn2.training.run_file import config_from
 
 STEPS, ROWS, LENGTH = 12, 8, 24
+TIMINGS = ("seconds", "tokens_per_second", "mfu", "memory_gib")  # what two equal runs differ in
 
 
 def table(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _run(
     try:
         world = World.start(Spread(replicate=replicate), "cpu")
         result = function(world, *arguments)
-        world.barrier()
+        world.any(False)  # waits for all
         writer.send_bytes(pickle.dumps((result, None)))  # `send` would share tensors' memory
         world.close()
     except BaseException:

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from gdn2.models.folder import load_model
 from gdn2.models.language_model import LanguageModel
+from gdn2.models.run_folder import step_of
 from gdn2.training.checkpoints import CheckpointError, Checkpoints
 from gdn2.training.shard import build_model, full_weights
 from gdn2.training.train_state import train_state
@@ -376,7 +377,7 @@ def kill_at_random_moments(folder: Path, times: int, capsys: pytest.CaptureFixtu
     for _ in range(times):
         process = start_process(save_for_ever, folder)
         deadline = time.monotonic() + 60
-        while not any(folder.glob(f"step-*{reached + 1}")):
+        while max((step_of(path) or 0 for path in folder.iterdir()), default=0) <= reached:
             assert process.is_alive()
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -388,7 +389,6 @@ def kill_at_random_moments(folder: Path, times: int, capsys: pytest.CaptureFixtu
         assert step > reached
         reached = step
         assert capsys.readouterr().err == ""
-    assert reached > times
 
 
 def test_a_kill_leaves_whole_checkpoints(

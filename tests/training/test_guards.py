@@ -17,11 +17,11 @@ from gdn2.layers.plain import to_plain
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import write_json
 from gdn2.models.language_model import LanguageModel
+from gdn2.models.run_folder import read_metrics
 from gdn2.training import demo, loop, run_file
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError, is_lack_of_memory
 from gdn2.training.loop import train
-from gdn2.training.metrics import read_metrics
 from gdn2.training.run_file import config_from, load_config
 from gdn2.training.validation import _judged
 from tests.training.runs import LENGTH, config

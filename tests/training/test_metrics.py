@@ -16,12 +16,13 @@ from gdn2.data.synthetic import ParityConfig
 from gdn2.data.tokenizers import ByteTokenizer
 from gdn2.layers.config import DeltaConfig
 from gdn2.models.language_model import LanguageModel
+from gdn2.models.run_folder import read_metrics
 from gdn2.models.summary import summarise
 from gdn2.training import speed
 from gdn2.training.config import SamplesSection
 from gdn2.training.health import health
 from gdn2.training.loop import train
-from gdn2.training.metrics import Metrics, check_tensorboard, read_metrics
+from gdn2.training.metrics import Metrics, check_tensorboard
 from gdn2.training.progress import Progress, clock
 from gdn2.training.speed import Speed
 from gdn2.training.writing import sample, tokenizer_of

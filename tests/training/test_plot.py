@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gdn2.training.metrics import Metrics, read_metrics
+from gdn2.models.run_folder import read_metrics
+from gdn2.training.metrics import Metrics
 from gdn2.training.plot import curve, plot_runs, smoothed
 
 

@@ -1,0 +1,58 @@
+"""The folder of a training run as others read it: its metrics, line by line, and its checkpoints."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gdn2.ops.arguments import require
+
+METRICS, CHECKPOINTS, MODEL = "metrics.jsonl", "checkpoints", "model"
+CHECKPOINT = re.compile(r"step-(\d{8,})")
+PLACE = ("step", "tokens")  # what every line has
+DRAWN = ("loss", "validation_loss", "tokens_per_second", "gradient_norm")  # numbers where they are
+
+Line = dict[str, Any]
+
+
+def read_metrics(run: Path) -> list[Line]:
+    """The lines of a run, without one that a kill cut short."""
+    file = run / METRICS
+    # A byte that is no text becomes \x.., which is no JSON: its line is named like any other broken one.
+    texts = file.read_text("utf-8", "backslashreplace").splitlines() if file.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        where = f"{file}, line {number}"
+        try:
+            line = json.loads(text)
+        except ValueError:
+            if number < len(texts):
+                raise ValueError(f"{where}: got {text!r}, expected JSON") from None
+            continue
+        fits = isinstance(line, dict) and all(type(line.get(name)) is int for name in PLACE)
+        require(fits, where, repr(line), "a table with step and tokens, both integers")
+        for name in DRAWN:
+            value = line.get(name)
+            fits = value is None or type(value) in (int, float)
+            require(fits, f"{where}: {name}", repr(value), "a number")
+        lines.append(line)
+    return lines
+
+
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step after which a checkpoint was made, None for another folder."""
+    found = CHECKPOINT.fullmatch(checkpoint.name)
+    return None if found is None else int(found[1])
+
+
+def step_of_model(model: Path) -> int | None:
+    """The step after which a model in a run's folder was written: a checkpoint's, or the last; None elsewhere."""
+    step = step_of(model.parent)
+    if step is not None:
+        return step
+    lines = read_metrics(model.parent)
+    return lines[-1]["step"] if lines else None
