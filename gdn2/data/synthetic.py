@@ -34,9 +34,8 @@ class RecallConfig:
 
     type: Literal["mqar"] = "mqar"
     pairs: int = 8
-    vocab_size: int = (
-        256  # 0 is blank, the others of the first half are keys, the second half values
-    )
+    # 0 is blank, the others of the first half are keys, the second half values.
+    vocab_size: int = 256
     power: float = 0.01
 
     def __post_init__(self) -> None:

@@ -9,9 +9,8 @@ from gdn2.evals.prefixes import Tokens
 from gdn2.models.config import ModelConfig
 from gdn2.ops.arguments import require
 
-ROUNDED = tuple(
-    2**i for i in range(10)
-)  # some embeddings are larger, to be a multiple of one of these
+# Some embeddings are larger, to be a multiple of one of these.
+ROUNDED = tuple(2**i for i in range(10))
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:

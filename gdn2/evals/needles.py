@@ -73,9 +73,8 @@ class Drawer:
         Random(self.shuffle_seed).shuffle(order)
         needles = [NEEDLE.format(unit=unit, key=pairs[i][0], value=pairs[i][1]) for i in order]
         text, depths = self.haystack.hide(needles, size, random)
-        (asked,) = random.sample(
-            range(number), 1
-        )  # this moves the random numbers on also where there is one needle
+        # Moves the random numbers on also where there is one needle.
+        (asked,) = random.sample(range(number), 1)
         key, value = pairs[asked]
         return Sample(
             question=QUESTION.format(unit=unit, key=key, context=text),

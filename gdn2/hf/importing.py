@@ -99,9 +99,8 @@ def _unpickle(file: Path) -> dict[str, Any]:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError:  # torch's words on it advise to read the file without care
         raise ValueError(f"{file}: got {OTHER}, expected {CHECKPOINT}") from None
-    except (
-        Exception
-    ) as reason:  # any: bytes that are no pickle may be taken for any of its commands
+    # Any: bytes that are no pickle may be taken for any of its commands.
+    except Exception as reason:
         line = str(reason).strip().partition("\n")[0] or "a file that ends early"
         raise ValueError(f"{file}: got {line!r}, expected {CHECKPOINT}") from None
     require(isinstance(found, dict), f"{file}", type(found).__name__, "a dict of tensors")

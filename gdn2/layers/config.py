@@ -31,13 +31,11 @@ class DeltaConfig:
     gates: Literal["separate", "tied"] = "separate"  # tied: one β per value head erases and writes
     erase_gate: Literal["channel", "mean"] = "channel"
     write_gate: Literal["channel", "mean"] = "channel"
-    erase_range: float = (
-        1.0  # 2 allows negative eigenvalues; a tied gate then writes up to 2 as well
-    )
+    # 2 allows negative eigenvalues; a tied gate then writes up to 2 as well.
+    erase_range: float = 1.0
     output_gate: Literal["silu", "sigmoid", "none"] = "silu"
-    gate_rank: int | None = (
-        128  # of the output gate and of a channel-wise decay; None for full rank
-    )
+    # Of the output gate and of a channel-wise decay; None for full rank.
+    gate_rank: int | None = 128
 
     def __post_init__(self) -> None:
         check_types(self)

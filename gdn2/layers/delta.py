@@ -19,16 +19,8 @@ from gdn2.ops.family import Pattern, gated_delta_net_2, kda
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.log_decay import log_decay
 
-INPUTS = (
-    "q",
-    "k",
-    "v",
-    "erase",
-    "write",
-    "beta",
-    "decay",
-    "gate",
-)  # what maps of the input lead to
+# What maps of the input lead to.
+INPUTS = ("q", "k", "v", "erase", "write", "beta", "decay", "gate")
 
 
 class DeltaState(NamedTuple):

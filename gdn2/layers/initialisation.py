@@ -50,10 +50,8 @@ def initial_value(
                 value = uniform(-bound, bound)
             case _, "bias":
                 value = torch.zeros(shape, dtype=FP32)
-            case (
-                _,
-                "decay_log_rate",
-            ):  # Gated DeltaNet draws from 0 on, where a logarithm has no end
+            case _, "decay_log_rate":
+                # Gated DeltaNet draws from 0 on, where a logarithm has no end.
                 lowest = 0.0 if isinstance(mixer, DeltaConfig) and mixer.decay == "head" else 1.0
                 value = uniform(lowest, LARGEST_RATE).clamp(min=SMALLEST_RATE).log()
             case _, "decay_bias" | "step_bias":

@@ -30,12 +30,10 @@ class Layout:
     batch: int  # of what is packed, as the caller holds it
     length: int
     rows: int  # sequences, and rows of every state
-    cu_seqlens: Tensor | None = (
-        None  # [rows + 1], unless the sequences are the rows of a dense batch
-    )
-    tokens: Tensor | None = (
-        None  # [tokens] places in the flattened batch, unless all of them are tokens
-    )
+    # [rows + 1], unless the sequences are the rows of a dense batch.
+    cu_seqlens: Tensor | None = None
+    # [tokens] places in the flattened batch, unless all of them are tokens.
+    tokens: Tensor | None = None
     past: Tensor | None = None  # [rows] tokens of each sequence before this call
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -22,9 +22,8 @@ SMALLEST_RATE = 1e-4
 class Mamba3State(NamedTuple):
     """What the mixer carries from token to token."""
 
-    memory: (
-        Tensor  # [rows, heads, state size, head width] S, fp32, the last token's own write included
-    )
+    # [rows, heads, state size, head width] S, fp32, the last token's own write included.
+    memory: Tensor
     key: Tensor  # [rows, rank, heads, state size] the last token's keys, rotated
     value: Tensor  # [rows, heads, head width] and its value; the ranks are made from it again
     angle: Tensor  # [rows, heads, angles] Θ, fp32

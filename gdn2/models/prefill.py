@@ -11,10 +11,8 @@ from gdn2.models.language_model import LanguageModel
 from gdn2.models.state import ModelState
 from gdn2.ops.arguments import require
 
-CHUNKS = {
-    "cpu": 4096,
-    "cuda": 16384,
-}  # tokens of all rows in one call; a GPU has more memory, and calls to start
+# Tokens of all rows in one call; a GPU has more memory, and calls to start.
+CHUNKS = {"cpu": 4096, "cuda": 16384}
 Prompts = Sequence[Sequence[int] | Tensor] | Tensor
 
 

@@ -24,9 +24,8 @@ FACTORS = (-4658895280553007687, -7723592293110705685)
 class Sampling:
     """How to choose a token: filters apply in the order of the fields, each to what the one before has left."""
 
-    repetition_penalty: float = (
-        1.0  # divides positive logits of tokens in the row, multiplies negative ones
-    )
+    # Divides positive logits of tokens in the row, multiplies negative ones.
+    repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int | None = None  # the k likeliest tokens
     top_p: float = 1.0  # the likeliest tokens that together have this probability
@@ -58,9 +57,8 @@ class Draws(NamedTuple):
 
     seeds: Tensor  # [rows] int64
     drawn: Tensor  # [rows] int64, numbers taken so far
-    present: (
-        Tensor  # [rows, vocabulary] bool, tokens in the row; no columns where nothing is penalised
-    )
+    # [rows, vocabulary] bool, tokens in the row; no columns where nothing is penalised.
+    present: Tensor
 
     @classmethod
     def start(
