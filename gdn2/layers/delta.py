@@ -115,14 +115,18 @@ class DeltaMixer(nn.Module):
         c, like = self.config, self.out_proj.weight
         shape = (rows, c.value_heads, c.key_head_dim, c.value_head_dim)
         memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
-        convolutions = (self.q_conv, self.k_conv, self.v_conv)
-        return DeltaState(memory, *(conv.new_state(rows) for conv in convolutions))
+        return DeltaState(memory, *(conv.new_state(rows) for conv in self._convolutions))
 
     def core_flops(self, length: int) -> float:
         """Forward, per token, without the linear maps."""
         c = self.config
         group = c.value_heads // c.num_heads
         return c.num_heads * rule_flops(c.key_head_dim, group * c.value_head_dim, CHUNK, True)
+
+    @property
+    def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
+        """Of q, k and v, in the order of their states."""
+        return self.q_conv, self.k_conv, self.v_conv
 
     @property
     def _entries(self) -> dict[str, nn.Linear]:
@@ -140,9 +144,9 @@ class DeltaMixer(nn.Module):
         """The rule's operands, with the gates of Eqs. 11 and 85: b = σ(W_b x), w = σ(W_w x); and new states."""
         c = self.config
         old = [None] * 3 if state is None else state[1:]
-        convolutions = zip((self.q_conv, self.k_conv, self.v_conv), "qkv", old, strict=True)
+        inputs = zip(self._convolutions, "qkv", old, strict=True)
         (q, k, v), past = zip(
-            *(conv(made[n], o, layout, inplace) for conv, n, o in convolutions), strict=True
+            *(conv(made[n], o, layout, inplace) for conv, n, o in inputs), strict=True
         )
         q, k, v = self._key_heads(q), self._key_heads(k), self._value_heads(v)
         g = self._log_decay(made, q)
@@ -156,7 +160,7 @@ class DeltaMixer(nn.Module):
 
     def _enters_at_once(self, x: Tensor) -> bool:
         """Whether all gradients of what is made of x can be made side by side."""
-        c, convolutions = self.config, (self.q_conv, self.k_conv, self.v_conv)
+        c, convolutions = self.config, self._convolutions
         gated = c.gates == "separate" and c.erase_gate == c.write_gate == "channel"
         if not (gated and self.laid and have_one_gradient(x, [*self._entries.values()])):
             return False
@@ -171,7 +175,7 @@ class DeltaMixer(nn.Module):
         q, k, v, b, w, *others = mixer_inputs(
             x,
             [map_.weight for map_ in entries.values()],
-            [self.q_conv.weight, self.k_conv.weight, self.v_conv.weight],
+            [convolution.weight for convolution in self._convolutions],
             l2_width=self.config.key_head_dim,
             erase_range=float(self.config.erase_range),
             cu_seqlens=layout.cu_seqlens,
@@ -189,12 +193,11 @@ class DeltaMixer(nn.Module):
 
     def _step_pattern(self, made: dict[str, Tensor], state: DeltaState) -> Pattern:
         """As `_pattern`, of one token, whose inputs the convolutions' states take in."""
-        convolutions = (self.q_conv, self.k_conv, self.v_conv)
         decay = self._second(self.decay_proj, made["decay"])
         return gated_delta_net_2(
             *delta_inputs(
                 [*(made[name] for name in ("q", "k", "v", "erase", "write")), decay],
-                [convolution.weight for convolution in convolutions],
+                [convolution.weight for convolution in self._convolutions],
                 list(state[1:]),
                 self.decay_bias,
                 self.decay_log_rate,
