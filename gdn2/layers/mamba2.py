@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from gdn2.layers.config import Mamba2Config
 from gdn2.layers.convolution import ShortConvolution
@@ -14,6 +13,7 @@ from gdn2.layers.norm import RMSNorm
 from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
 from gdn2.ops.family import mamba2
 from gdn2.ops.flops import rule_flops
+from gdn2.ops.log_decay import softplus
 
 
 class Mamba2State(NamedTuple):

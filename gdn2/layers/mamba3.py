@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from gdn2.layers.config import Mamba3Config
 from gdn2.layers.initialisation import fill
@@ -12,6 +12,7 @@ from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
 from gdn2.layers.recurrence import CHUNK, state_dtype
 from gdn2.ops.flops import rule_flops
+from gdn2.ops.log_decay import softplus
 from gdn2.ops.mamba3 import Mamba3State as Carried
 from gdn2.ops.mamba3 import mamba3, mamba3_step
 from gdn2.ops.rotary import cosine_and_sine, cumulative_rotation, turn_pairs

@@ -1,7 +1,5 @@
 """Blocks of 32 rows inside a chunk: views, and the triangle of scores inside a block."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -33,13 +31,6 @@ def on_diagonal(P: Tensor) -> Tensor:
 def earlier(P: Tensor, own: bool, out: Tensor) -> Tensor:
     """Keep the scores of blocks […, 32, 32] with earlier keys, and perhaps with the row's own; the others become zero.
 
-    Nothing is added to the product with the mask so that every zero is positive, whatever sign the future has.
+    Whatever a later key gives is dropped, and not multiplied by zero: it may be infinite where its reciprocal is large.
     """
-    mask = lower(P.shape[-1], own, P.dtype, P.device)
-    return torch.addcmul(P.new_zeros(()), P, mask, out=out)
-
-
-@cache
-def lower(size: int, own: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mask [C, C] of the lower triangle, with or without the diagonal."""
-    return torch.ones(size, size, dtype=dtype, device=device).tril(0 if own else -1)
+    return torch.tril(P, 0 if own else -1, out=out)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from gdn2.ops.arguments import exact_products
 from gdn2.ops.conv_op import convolve, convolve_step, kernels_take
 from gdn2.ops.norm import L2_EPS, l2_normalize
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_ids
@@ -116,7 +117,8 @@ def _one_token(
     """The output and a view of the state after one token, in a third of the operations that a stream takes."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     window = torch.cat([state, x.mT], dim=2)
-    y = torch.linalg.vecdot(window.to(dtype), weight.to(dtype)).unsqueeze(1)
+    with exact_products(x.device):
+        y = torch.linalg.vecdot(window.to(dtype), weight.to(dtype)).unsqueeze(1)
     y = y if bias is None else y + bias.to(dtype)
     y = silu(y) if activation == "silu" else y
     if l2_width is not None:
@@ -229,7 +231,9 @@ class _Convolution(torch.autograd.Function):
         stream, taps, bias = ctx.saved_tensors
         x = stream.to(taps.dtype)
         if ctx.activation == "silu":
-            dy = torch.ops.aten.silu_backward(dy, _sum_taps(x, taps, bias))
+            # Rows across a seam of packed sequences have no gradient, whatever number the activation would have there.
+            none = dy == 0
+            dy = torch.ops.aten.silu_backward(dy, _sum_taps(x, taps, bias)).masked_fill_(none, 0)
         windows = [slice(i, i + dy.shape[1]) for i in range(len(taps))]
         dx = torch.zeros_like(x)
         for window, tap in zip(windows, taps, strict=True):

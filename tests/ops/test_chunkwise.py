@@ -308,6 +308,19 @@ def test_gradients_of_a_small_loss_keep_their_digits(decay: float | str) -> None
         assert_close(f"d{name}", actual, wanted, 2e-5)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e5])
+def test_large_keys_of_the_future_are_no_infinity(size: float) -> None:
+    """Measured from a block's start a later key may be 1e32 times as large: no product with it may count."""
+    case = Case(T=96, d_k=16, d_v=8, B=1, decay=-2.29, dtype=torch.float32)
+    x = operands(case)
+    x |= {"q": size * x["q"], "k": size * x["k"]}
+    del x["b"]  # with keys as large as these erasing would diverge
+    o, state = rule(x, backend="torch", scale=1)
+    expected = rule({n: y.double() for n, y in x.items()}, backend="reference", scale=1)
+    for name, actual, wanted in zip(("o", "state"), (o, state), expected, strict=True):
+        assert_close(name, actual, wanted, 1e-5)
+
+
 @pytest.mark.parametrize("decay", [-1e-6, -1e-4])
 def test_a_slow_decay_does_not_drift(decay: float) -> None:
     case = Case(T=4096, d_k=4, d_v=4, B=1, heads=(1, 1, 1, 1), decay=decay, dtype=torch.float32)

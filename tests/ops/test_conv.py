@@ -381,3 +381,34 @@ def test_bad_states_of_a_step_are_named() -> None:
         short_convolution_step(X[0], WEIGHT, state=leaf)
     with pytest.raises(ValueError, match=r"^l2_width is 2, expected a divisor of the 3 channels"):
         short_convolution_step(X, WEIGHT, l2_width=2, state=leaf)
+
+
+@pytest.mark.parametrize("spoiled", ["x", "state"])
+def test_a_nan_reaches_no_gradient_of_another_sequence(spoiled: str) -> None:
+    """Rows of the stream across the seam have no gradient, and SiLU's slope at NaN must not give them one."""
+    x, weight = make(1, 12, 4).requires_grad_(), make(4, 4)
+    state = make(2, 4, 3).requires_grad_()
+    here, there = slice(0, 5), slice(5, 12)
+    with torch.no_grad():
+        if spoiled == "x":  # the end of the first sequence, whose neighbour is asked about
+            x[0, 4], here, there = torch.nan, there, here
+        else:
+            state[1] = torch.nan
+    y, _ = short_convolution(
+        x, weight, activation="silu", initial_state=state, cu_seqlens=offsets([5, 7])
+    )
+    dx, d_state = torch.autograd.grad(y[:, here].sum(), [x, state])
+    assert y[:, here].isfinite().all() and dx.isfinite().all() and d_state.isfinite().all()
+    assert not dx[:, there].any() and dx[:, here].all()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_autocast_moves_no_bit_of_a_step(inplace: bool) -> None:
+    x, weight, state = (
+        make(*shape, dtype=torch.float32) for shape in [(2, 1, 6), (6, 4), (2, 6, 3)]
+    )
+    plain = short_convolution_step(x, weight, state=state.clone(), inplace=inplace)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = short_convolution_step(x, weight, state=state.clone(), inplace=inplace)
+    for actual, expected in zip(found, plain, strict=True):
+        assert torch.equal(actual, expected)

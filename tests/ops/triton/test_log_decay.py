@@ -27,6 +27,15 @@ def draw(*shape: int, heads: int, dtype: torch.dtype = torch.float64) -> list[Te
     return [t.to(wide if i == 3 else dtype) for i, t in enumerate(drawn)]
 
 
+def test_large_speeds_keep_all_digits() -> None:
+    x = torch.linspace(-60, 60, 241, dtype=torch.float64)[:, None].requires_grad_()
+    g = log_decay(x, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    zero = x.detach().clamp(min=0) + torch.exp(-x.detach().abs()).log1p()
+    assert_close("g", -g[..., 0], zero, 1e-15)
+    (dx,) = torch.autograd.grad(-g.sum(), x)
+    assert_close("dx", dx, x.detach().sigmoid(), 1e-15)
+
+
 def run(drawn: list[Tensor], kernel: bool) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in drawn[:3]]
     with pytest.MonkeyPatch.context() as monkeypatch:
