@@ -14,7 +14,7 @@ class Figure:
 
 
 def _operator(name: str, about: str, options: str) -> Figure:
-    return Figure(name, about, 2, (f"operator --peers --backend triton --seconds 0.3 {options}",))
+    return Figure(name, about, 2, (f"operator --peers --seconds 0.3 {options}",))
 
 
 def _training(name: str, about: str, preset: str, minutes: float) -> Figure:
@@ -47,7 +47,7 @@ FIGURES = {
             "The first call and the first training step, nothing compiled",
             3,
             (
-                "operator --shape 4x4096x16x128x128 --backend triton --seconds 0.3 --cold",
+                "operator --shape 4x4096x16x128x128 --seconds 0.3 --cold",
                 "training gdn2-1.3b-hybrid --shape 4x4096 --weights bf16 --steps 1 --cold",
             ),
         ),

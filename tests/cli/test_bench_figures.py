@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
-from gdn2.bench import figures
+from gdn2.bench import figures, operator, timing
 from gdn2.bench.documented import FIGURES, Figure
+from gdn2.bench.operator import read_plans
 from gdn2.bench.report_inputs import read_inputs
 from gdn2.cli import app
 from gdn2.models.presets import preset_names
@@ -182,17 +184,24 @@ def test_a_report_reads_their_speeds(file: Path) -> None:
     assert [(speed.preset, speed.shape, speed.tokens_per_second) for speed in speeds] == list(rows)
 
 
+CHOSEN = ("suite", "form", "packed", "value_heads", "passes", "seconds")
 COMMANDS = [command for device in FIGURES for one in FIGURES[device] for command in one.commands]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_is_one_there_is(command: str) -> None:
-    """Its options are read; presets are known."""
+def test_each_command_is_one_there_is(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are read, and go together; presets are known."""
+    monkeypatch.setattr(timing, "find_device", lambda name: torch.device(name or "cuda"))
+    monkeypatch.setattr(operator, "choose", lambda name, device: name)
     verbs: Any = typer.main.get_command(app)
     verb, *words = command.split()
     context = verbs.commands["bench"].commands[verb].make_context(verb, words)
-    named = context.params.get("preset") or [context.params.get("model")]
+    options = context.params
+    named = options.get("preset") or [options.get("model")]
     assert {name for name in named if name} <= set(preset_names())
+    if verb == "operator":
+        chosen = {name: options[name] for name in CHOSEN}
+        assert read_plans(shapes=options["shape"], backends=options["backend"], **chosen)
 
 
 def test_names_are_different() -> None:
