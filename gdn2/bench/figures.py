@@ -112,20 +112,23 @@ def take(
 
 
 def _take(figure: Figure, file: Path, say: Callable[[str], None]) -> Taken:
-    """If it is stopped, what it wrote until then stays beside the file."""
+    """If it is stopped, what its commands wrote until then stays beside the file."""
     begun = monotonic()
     output, data, failure = [], [], None
-    for number, command in enumerate(figure.commands, start=1):
-        target = file.with_suffix(f".{figure.name}-{number}.json")
+    numbers = range(1, 1 + len(figure.commands))
+    targets = [file.with_suffix(f".{figure.name}-{number}.json") for number in numbers]
+    for target in targets:
         target.unlink(missing_ok=True)  # of a try that was stopped
+    for command, target in zip(figure.commands, targets, strict=True):
         say(f"gdn2 bench {command}")
         printed, failure = _run([*command.split(), "--json", str(target)], say)
         output.append(printed)
         if target.exists():
             data.append(read_json(target))
-            target.unlink()
         if failure is not None:
             break
+    for target in targets:
+        target.unlink(missing_ok=True)
     return {
         "about": figure.about,
         "commands": list(figure.commands),
