@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gdn2.bench.report_inputs import Speed
 from gdn2.bench.training_paper import PRESETS, SHAPES, paper_speed
+from gdn2.bench.training_report import look
 from gdn2.data.extras import need
 from gdn2.evals.report.document import Cell, Section, Table
 from gdn2.evals.report.identity import family
@@ -19,6 +20,7 @@ class Curve(NamedTuple):
     """Tokens a second at each of the figure's shapes."""
 
     preset: str
+    variant: str  # whose, and the dtype of its weights
     name: str
     speeds: tuple[float | None, ...]
 
@@ -26,7 +28,9 @@ class Curve(NamedTuple):
 def paper_curves() -> list[Curve]:
     """What the paper's figure shows."""
     return [
-        Curve(name, family(preset(name)), tuple(paper_speed(name, shape) for shape in SHAPES))
+        Curve(
+            name, "paper", family(preset(name)), tuple(paper_speed(name, shape) for shape in SHAPES)
+        )
         for name in PRESETS
     ]
 
@@ -37,10 +41,9 @@ def own_curves(speeds: Sequence[Speed]) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
     for own in dict.fromkeys(key[:3] for key in known if key[3] in SHAPES):
         machine, name, variant = own
-        curve = Curve(
-            name, f"{name}, {variant}", tuple(known.get((*own, shape)) for shape in SHAPES)
-        )
-        found.setdefault(machine, []).append(curve)
+        curve = tuple(known.get((*own, shape)) for shape in SHAPES)
+        label = f"{name}, {variant}"
+        found.setdefault(machine, []).append(Curve(name, variant, label, curve))
     return found
 
 
@@ -66,16 +69,15 @@ def draw_speeds(speeds: Sequence[Speed], file: Path) -> None:
     for title, curves in {"paper": paper_curves(), **own_curves(speeds)}.items():
         for curve in curves:
             colour = colours.setdefault(curve.preset, f"C{len(colours)}")
-            style = "--" if title == "paper" else "-"
             values = [float("nan") if speed is None else speed / 1e3 for speed in curve.speeds]
             label = f"{title}: {curve.name}"
-            axes.plot(range(len(SHAPES)), values, style, marker="o", color=colour, label=label)
+            axes.plot(range(len(SHAPES)), values, color=colour, label=label, **look(curve.variant))
     axes.set_xticks(range(len(SHAPES)), [_label(shape) for shape in SHAPES])
     axes.set_xlabel("length × batch")
     axes.set_ylabel("thousands of tokens a second")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", handlelength=4)
     figure.savefig(file, dpi=150)
 
 

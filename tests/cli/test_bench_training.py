@@ -297,6 +297,9 @@ def test_what_a_picture_shows(tmp_path: Path) -> None:
         f"{name}, paper on H100": pytest.approx([38, 37.25]),
         f"{name}, fla bf16": [pytest.approx(40), None],
     }
+    whose = "gdn2 bf16", "gdn2 fp32", "fla bf16", "paper on H100"
+    looks = {tuple(training_report.look(variant).values()) for variant in whose}
+    assert looks == {("-", "o"), ("-", "s"), (":", "o"), ("--", "o")}
     pytest.importorskip("matplotlib")
     picture = tmp_path / "bench.png"
     training_report.plot(result, picture)
