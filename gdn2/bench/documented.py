@@ -17,6 +17,7 @@ def _operator(name: str, about: str, options: str) -> Figure:
     return Figure(name, about, 2, (f"operator --peers --seconds 0.3 {options}",))
 
 
+_USUAL = "--shape 4x4096x16x128x128"
 _TIMED = "--peers --weights bf16,fp32 --no-recompute --steps 5"
 _HYBRIDS = ("mamba2", "gdn", "kda", "mamba3-siso")
 FIGURES = {
@@ -40,6 +41,7 @@ FIGURES = {
             (
                 "kernels --programs 1",
                 "kernels --form kda --programs 1",
+                "kernels --form gdn --programs 1",
                 "kernels --form mamba2 --shape 4x4096x64x64x64 --programs 1",
             ),
         ),
@@ -70,11 +72,15 @@ FIGURES = {
         ),
         _operator("narrow-heads", "32 heads of width 64", "--shape 4x4096x32x64x64"),
         _operator("long", "65536 tokens, 4 heads", "--shape 1x65536x4x128x128"),
-        _operator("kda", "KDA: one gate a head", "--shape 4x4096x16x128x128 --form kda"),
-        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2"),
+        _operator("kda", "KDA: one gate a head", f"{_USUAL} --form kda"),
+        _operator("gdn", "Gated DeltaNet: a decay and a gate a head", f"{_USUAL} --form gdn"),
         _operator(
-            "value-heads", "32 value heads of 16", "--shape 4x4096x16x128x128 --value-heads 32"
+            "gdn-value-heads",
+            "Gated DeltaNet, 32 value heads of 16",
+            f"{_USUAL} --form gdn --value-heads 32",
         ),
+        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2"),
+        _operator("value-heads", "32 value heads of 16", f"{_USUAL} --value-heads 32"),
         Figure(
             "models",
             "Training of all models of the paper",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn2.bench import forms, timing
-from gdn2.bench.forms import FORMS, Operands, Sizes
+from gdn2.bench.forms import FORMS, SHARING, Operands, Sizes
 from gdn2.bench.peers import KEPT, Operator, find_peers, own_operator
 from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.ops.backends import BACKENDS, choose
@@ -155,8 +155,9 @@ def check_value_heads(value_heads: int | None, form: str, shape: Shape) -> None:
     """Refuse what no head could be shared by."""
     if value_heads is None:
         return
-    if form != "gdn2":
-        raise ValueError(f"value heads: got {value_heads} for {form}, expected none but for gdn2")
+    if form not in SHARING:
+        expected = f"none but for {' and '.join(SHARING)}"
+        raise ValueError(f"value heads: got {value_heads} for {form}, expected {expected}")
     if value_heads < 1 or value_heads % shape.heads:
         expected = f"a multiple of the shape's {shape.heads} heads"
         raise ValueError(f"value heads: got {value_heads}, expected {expected}")

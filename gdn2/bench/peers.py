@@ -48,6 +48,10 @@ def _find(device: torch.device, form: str) -> dict[str, Operator]:
         from fla.ops.simple_gla import chunk_simple_gla
 
         return {"fla": partial(_call, chunk_simple_gla)}
+    if form == "gdn":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return {"fla": partial(_call, chunk_gated_delta_rule, shares=True)}
     if form == "kda":
         from fla.ops.kda import chunk_kda
 
@@ -61,14 +65,16 @@ def _find(device: torch.device, form: str) -> dict[str, Operator]:
     return {"fla": partial(_call, chunk_gdn2), f"fla{KEPT}": partial(_call, kept)}
 
 
-def _call(rule: Callable[..., tuple[Tensor, ...]], **operands: Tensor) -> Tensor:
-    """Gates of width one have no such axis there, and heads that several value heads share are repeated."""
+def _call(
+    rule: Callable[..., tuple[Tensor, ...]], *, shares: bool = False, **operands: Tensor
+) -> Tensor:
+    """Gates of width one have no such axis there; heads that value heads share are repeated where it shares none."""
     groups = operands["v"].shape[2] // operands["q"].shape[2]
     given = {
         n: x.squeeze(-1) if n in ("g", "beta") and x.shape[-1] == 1 else x
         for n, x in operands.items()
     }
-    if groups > 1:
+    if groups > 1 and not shares:
         for name in ("q", "k", "g", "b"):
             given[name] = given[name].repeat_interleave(groups, 2)
     return rule(**given)[0]

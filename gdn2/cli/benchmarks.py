@@ -41,7 +41,10 @@ def operator(
         str, typer.Option(help="Pack sequences: their lengths, with commas, or how many.")
     ] = "",
     form: Annotated[
-        str, typer.Option(help="gdn2; kda: one gate a head; mamba2: one decay a head, no gates.")
+        str,
+        typer.Option(
+            help="gdn2; kda: one gate a head; gdn: also one decay; mamba2: one decay, no gates."
+        ),
     ] = "gdn2",
     value_heads: Annotated[
         int | None, typer.Option(help="Value heads, several for each head of the shape.")

@@ -117,7 +117,10 @@ def kernels(
         typer.Option(help="BxTxHxDkxDv: batch, length, heads, key and value width. Repeatable."),
     ] = None,
     form: Annotated[
-        str, typer.Option(help="gdn2; kda: one gate a head; mamba2: one decay a head, no gates.")
+        str,
+        typer.Option(
+            help="gdn2; kda: one gate a head; gdn: also one decay; mamba2: one decay, no gates."
+        ),
     ] = "gdn2",
     packed: Annotated[
         str, typer.Option(help="Pack sequences: their lengths, with commas, or how many.")

@@ -204,6 +204,8 @@ def test_operands_follow_the_initialisation_of_the_paper() -> None:
     [
         ({"form": "kda"}, {"g": (2, 4), "v": (2, 3), "beta": (2, 1)}),
         ({"form": "mamba2"}, {"g": (2, 1), "v": (2, 3)}),
+        ({"form": "gdn"}, {"g": (2, 1), "v": (2, 3), "beta": (2, 1)}),
+        ({"form": "gdn", "value_heads": 6}, {"g": (6, 1), "v": (6, 3), "beta": (6, 1)}),
         ({"value_heads": 6}, {"g": (2, 4), "v": (6, 3), "w": (6, 3), "b": (2, 4)}),
     ],
     ids=str,
@@ -240,12 +242,12 @@ def test_packed_and_without_gates() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "gdn3"}, "form: got 'gdn3', expected one of gdn2, kda, mamba2"),
+        ({"form": "gdn3"}, "form: got 'gdn3', expected one of gdn2, gdn, kda, mamba2"),
         ({"value_heads": 3}, "value heads: got 3, expected a multiple of the shape's 2 heads"),
         ({"value_heads": 0}, "value heads: got 0, expected a multiple of the shape's 2 heads"),
         (
             {"form": "kda", "value_heads": 4},
-            "value heads: got 4 for kda, expected none but for gdn2",
+            "value heads: got 4 for kda, expected none but for gdn2 and gdn",
         ),
     ],
     ids=str,
@@ -297,13 +299,18 @@ def test_peers_get_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
         return (operands["v"],)
 
     fake_fla(monkeypatch, peer)
-    for name, function in (("kda", "chunk_kda"), ("simple_gla", "chunk_simple_gla")):
+    for name, function in (
+        ("kda", "chunk_kda"),
+        ("simple_gla", "chunk_simple_gla"),
+        ("gated_delta_rule", "chunk_gated_delta_rule"),
+    ):
         module = types.ModuleType(f"fla.ops.{name}")
         setattr(module, function, peer)
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
     for settings, expected in (
         ({"form": "kda"}, {"g": (1, 8, 2, 4), "beta": (1, 8, 2)}),
         ({"form": "mamba2"}, {"g": (1, 8, 2)}),
+        ({"form": "gdn", "value_heads": 6}, {"q": (1, 8, 2, 4), "g": (1, 8, 6)}),
         ({"value_heads": 6}, {"q": (1, 8, 6, 4), "g": (1, 8, 6, 4), "w": (1, 8, 6, 3)}),
     ):
         (plan,) = operator.read_plans(shapes=["1x8x2x4x3"], device="cpu", **settings)
@@ -314,7 +321,12 @@ def test_peers_get_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forms_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options in (["--form", "kda"], ["--form", "mamba2"], ["--value-heads", "4"]):
+    for options in (
+        ["--form", "kda"],
+        ["--form", "mamba2"],
+        ["--value-heads", "4"],
+        ["--form", "gdn", "--value-heads", "4"],
+    ):
         _, (result,) = bench(*TINY, "--passes", "backward", *options)
         assert [r["backend"] for r in result["rows"]] == ["torch", "reference"]
 
@@ -342,7 +354,7 @@ def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--dtype", "bf16,fp32"],
             "dtype: got 'bf16,fp32', expected one of fp64, fp32, bf16, fp16",
         ),
-        (["--form", "gdn2,kda"], "form: got 'gdn2,kda', expected one of gdn2, kda, mamba2"),
+        (["--form", "gdn2,kda"], "form: got 'gdn2,kda', expected one of gdn2, gdn, kda, mamba2"),
         (["--passes", "sideways"], "passes: got 'sideways', expected one of forward, training, b"),
         (["--chunk-size", "48"], "chunk_size: got 48, expected one of (16, 32, 64, 128)"),
         (["--threads", "0"], "threads: got 0, expected at least 1"),

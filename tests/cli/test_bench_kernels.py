@@ -76,7 +76,7 @@ def test_long_lists_are_cut() -> None:
     [
         (["--programs", "0"], "programs: got 0, expected at least 1"),
         (["--programs", "2"], "programs: got 2 on cpu, expected a GPU, which has them"),
-        (["--form", "gdn3"], "form: got 'gdn3', expected one of gdn2, kda, mamba2"),
+        (["--form", "gdn3"], "form: got 'gdn3', expected one of gdn2, gdn, kda, mamba2"),
         (["--shape", "4x4"], "shape: got '4x4', expected BxTxHxDkxDv, such as 1x2048x4x64x64"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gdn2.ops import trust
 from gdn2.ops.chunk_op import pack
+from gdn2.ops.cuda.heads import repeated
 from gdn2.ops.cuda.launch import PLAIN, in_blocks, takes_plain, trying
 from gdn2.ops.operands import Operands
 from tests.closeness import relative_error
@@ -31,6 +32,13 @@ CASES = {
     "packed": replace(USUAL, lengths=(1, 63, 64, 65, 130)),
     "one gate a head": replace(USUAL, widths=("full", "one", "one")),
     "no write gate": replace(USUAL, widths=("full", "one", "none")),
+    "one decay a head": replace(USUAL, widths=("one", "one", "one")),
+    "one decay a head of 128": replace(
+        USUAL, widths=("one", "one", "one"), decay="mixed", d_k=128, d_v=128
+    ),
+    "decays for each gate": replace(USUAL, widths=("one", "full", "full")),
+    "shared keys": replace(USUAL, heads=(1, 2, 2, 2), widths=("one", "one", "one")),
+    "shared decays": replace(USUAL, heads=(2, 2, 1, 1), recompute=False),
     "kept factors": replace(USUAL, recompute=False),
     "many rows": replace(USUAL, B=48, T=70),
 }
@@ -52,11 +60,11 @@ def distrust(monkeypatch: pytest.MonkeyPatch, *kernels: str) -> None:
 def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is near the equations in fp64, and neither is much further away than the other."""
     case = CASES[name]
-    x = packed(case)
+    x = repeated(packed(case), 64)
     assert in_blocks(x, 64)
     expected, ours = exact(case).named(), run(case).named()
     distrust(monkeypatch, *KERNELS)
-    assert not in_blocks(x, 64)
+    assert not in_blocks(x, 64) and repeated(packed(case), 64) is not x
     triton = run(case).named()
     for quantity, y in expected.items():
         error, other = (relative_error(found[quantity], y) for found in (ours, triton))

@@ -27,6 +27,9 @@ struct Place {
     DEVICE int row(int i) const { return HALF * half + 8 * i + group; }
 };
 
+// Log-decays of eight channels: one for each, or one for all.
+constexpr int DECAYS = G_WIDTH == D ? 8 : 1;
+
 DEVICE void unpack(float (&to)[8], const Pair4& from) {
     const u32 pairs[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
@@ -76,44 +79,47 @@ DEVICE float* whole_decay(char* memory, int half, int channel) {
 // All that one token of a thread's channels becomes, given its log-decay since the start of its half, that of the half
 // and the decay of the other half.
 template <bool FULL> DEVICE Pair4 token_factors(
-    char* memory, const Chunk<FULL>& chunk, const Factors& to, const Pair4 (&inputs)[3], const float (&log)[8],
-    const float (&last)[8], const float (&other)[8], const Place& place, int i, float scale) {
+    char* memory, const Chunk<FULL>& chunk, const Factors& to, const Pair4 (&inputs)[3], const float (&log)[DECAYS],
+    const float (&last)[DECAYS], const float (&other)[DECAYS], const Place& place, int i, float scale) {
     const int row = place.row(i), channel = place.channel;
     const i64 at = chunk.index * (C * D * 2) + stored_at<C>(place.token(i), channel);
-    float since[8], K[8], x[8], y[8];
+    float since[DECAYS], K[8], x[8], y[8];
     bool deep = false;
+
     unpack(K, inputs[1]);
     unpack(x, inputs[0]);
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-        deep |= log[e] < DEEP;
-        since[e] = exp2_fast(log[e]);
-        x[e] *= scale * since[e];
+        if (e < DECAYS) {
+            deep |= log[e] < DEEP;
+            since[e] = exp2_fast(log[e]);
+        }
+        x[e] *= scale * since[e % DECAYS];
         y[e] = x[e] * LIFT;
     }
     store_split(memory + AT_QUERIES, C, row, channel, y);
     if (place.half == 1) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) x[e] *= other[e];
+        for (int e = 0; e < 8; e++) x[e] *= other[e % DECAYS];
     }
     *reinterpret_cast<Pair4*>(static_cast<char*>(to.Q_gamma) + at) = packed(x);
     unpack(x, inputs[2]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[e] *= K[e] * since[e], y[e] = x[e] * LIFT;
+    for (int e = 0; e < 8; e++) x[e] *= K[e] * since[e % DECAYS], y[e] = x[e] * LIFT;
     store_split(memory + AT_ERASE, C, row, channel, y);
     if (place.half == 1) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) x[e] *= other[e];
+        for (int e = 0; e < 8; e++) x[e] *= other[e % DECAYS];
     }
     const Pair4 E_bar = packed(x);
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[e] = log[e] > DEEPEST ? K[e] * exp2_fast(-58.0f - log[e]) : 0.0f;
+    for (int e = 0; e < 8; e++) x[e] = log[e % DECAYS] > DEEPEST ? K[e] * exp2_fast(-58.0f - log[e % DECAYS]) : 0.0f;
     store_split(memory + AT_KEYS, C, row, channel, x);
 #pragma unroll
-    for (int e = 0; e < 8; e++) K[e] *= exp2_fast(last[e] - log[e]);
+    for (int e = 0; e < 8; e++) K[e] *= exp2_fast(last[e % DECAYS] - log[e % DECAYS]);
     if (place.half == 0) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) x[e] = K[e] * LOWER, K[e] *= other[e];
+        for (int e = 0; e < 8; e++) x[e] = K[e] * LOWER, K[e] *= other[e % DECAYS];
         store_split(memory + AT_BEFORE, HALF, row, channel, x);
     }
     *reinterpret_cast<Pair4*>(static_cast<char*>(to.K_tail) + at) = packed(K);
@@ -125,15 +131,15 @@ template <bool FULL> DEVICE Pair4 token_factors(
 template <bool FULL> DEVICE void channel_factors(
     Pair4 (&E_bar)[4], char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Factors& to,
     const Place& place) {
-    Tokens<8> L;
+    Tokens<DECAYS> L;
     Pair4 inputs[4][3];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) {
-            const Float4 g = chunk.template load<Float4, 4>(x.g, place.token(i), place.channel + e);
+        for (int e = 0; e < DECAYS; e += 4) {
+            const Float4 g = chunk.template decays<G_WIDTH, Float4>(x.g, place.token(i), place.channel + e);
 #pragma unroll
-            for (int n = 0; n < 4; n++) L.v[i][e + n] = at_least(g.v[n] * LOG2E, -185.0f);
+            for (int n = 0; n < 4 && n < DECAYS; n++) L.v[i][e + n] = at_least(g.v[n] * LOG2E, -185.0f);
         }
         inputs[i][1] = chunk.template load<Pair4>(x.k, place.token(i), place.channel);
     }
@@ -146,13 +152,13 @@ template <bool FULL> DEVICE void channel_factors(
     if (place.group == 7) {
         float* whole = whole_decay(memory, place.half, place.channel);
 #pragma unroll
-        for (int e = 0; e < 8; e++) whole[e] = L.v[3][e];
+        for (int e = 0; e < DECAYS; e++) whole[e] = L.v[3][e];
     }
     __syncthreads();
-    float last[8], other[8];
+    float last[DECAYS], other[DECAYS];
     const float* whole = whole_decay(memory, 1 - place.half, place.channel);
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
+    for (int e = 0; e < DECAYS; e++) {
         last[e] = from_lane(L.v[3][e], 28 + (threadIdx.x & 3));
         other[e] = exp2_fast(whole[e]);
     }
@@ -164,7 +170,7 @@ template <bool FULL> DEVICE void channel_factors(
     if (place.half == 0 && place.group == 0) {
 #pragma unroll
         for (int e = 0; e < 8; e++) {
-            to.gamma_C[chunk.index * D + place.channel + e] = exp2_fast(last[e]) * other[e];
+            to.gamma_C[chunk.index * D + place.channel + e] = exp2_fast(last[e % DECAYS]) * other[e % DECAYS];
         }
     }
 }

@@ -17,26 +17,41 @@ struct Arguments {
     void *dv, *dw;
 };
 
-// Gradients of gates for all channels of a head: sums over the warps, always in the same order.
+// Sums over a warp's channels, one for each token.
+DEVICE void place_sums(float* sums, const float (&x)[4], int half, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float sum = over_channels(x[i]);
+        if ((lane & 3) == 0) sums[HALF * half + 4 * (lane >> 2) + i] = sum;
+    }
+}
+
+// Those of all warps, which lie so many bytes apart.
+DEVICE float over_warps(const char* sums, int apart) {
+    float sum = 0.0f;
+    for (int w = 0; w < WARPS; w++) sum += reinterpret_cast<const float*>(sums + apart * w)[threadIdx.x];
+    return sum;
+}
+
+// Gradients of gates and decays for all channels of a head: sums over the warps, always in the same order.
 template <bool FULL>
 DEVICE void store_sums(
-    char* memory, const Chunk<FULL>& chunk, const Arguments& a, const float (&erased)[2][4], int warp, int lane) {
-    if (B_WIDTH != 1 && W_WIDTH != 1) return;
-    float* sums = reinterpret_cast<float*>(memory + AT_ERASED);
+    char* memory, const Chunk<FULL>& chunk, const Arguments& a, const Sums (&all)[2], int warp, int lane) {
+    if (B_WIDTH != 1 && W_WIDTH != 1 && G_WIDTH != 1) return;
+    constexpr int SUMS = C * 4;
+    __syncwarp();  // nobody reads the warp's own memory any more
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float sum = over_channels(erased[half][i]);
-            if ((lane & 3) == 0) sums[C * warp + HALF * half + 4 * (lane >> 2) + i] = sum;
-        }
+    for (int half = 0; half < 2; half++) {
+        const auto at = [&](int sums) { return reinterpret_cast<float*>(memory + sums); };
+        if (B_WIDTH == 1) place_sums(at(AT_ERASED + SUMS * warp), all[half].erased, half, lane);
+        if (G_WIDTH == 1) place_sums(at(AT_OWN + OWN * warp), all[half].decayed, half, lane);
+    }
     __syncthreads();
     const int token = threadIdx.x;
     if (token >= C) return;
-    float db = 0.0f, dw = 0.0f;
-    for (int w = 0; w < WARPS; w++) db += sums[C * w + token], dw += sums[C * (WARPS + w) + token];
-    if (B_WIDTH == 1) chunk.store_gate(a.x.db, token, db);
-    if (W_WIDTH == 1) chunk.store_gate(a.dw, token, dw);
+    if (B_WIDTH == 1) chunk.store_gate(a.x.db, token, over_warps(memory + AT_ERASED, SUMS));
+    if (W_WIDTH == 1) chunk.store_gate(a.dw, token, over_warps(memory + AT_WRITTEN, SUMS));
+    if (G_WIDTH == 1) chunk.store_decay(a.x.dg, token, over_warps(memory + AT_OWN, OWN));
 }
 
 template <bool FULL>
@@ -64,7 +79,8 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
     __syncthreads();
     value_gradients(memory, chunk, a.dR, a.v, a.w, a.dv, a.dw, warp, lane);
     const bool any = __syncthreads_or(deep[threadIdx.x % C]);
-    chunk.fetch(a.x.k), chunk.template fetch<4>(a.x.g), chunk.fetch(a.x.q);
+    chunk.fetch(a.x.k), chunk.fetch(a.x.q);
+    if (G_WIDTH == D) chunk.template fetch<4>(a.x.g);
     if (B_WIDTH == D) chunk.fetch(a.x.b);
     if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.ends) + 2 * (chunk.index * D * D), 2 * D * D);
     Pair4 S[2][D / 32];
@@ -84,7 +100,7 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
         __syncthreads();
         keep(memory, 2, tails);
     }
-    float erased[2][4] = {};
+    Sums all[2] = {};
 #pragma unroll 1
     for (int j = 0; j < 2; j++) {
         const int channel = 16 * warp + 8 * j + 2 * (lane & 3);
@@ -94,10 +110,10 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
         meet_halves(between, memory, in.K[0], own, j, lane);
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
-            half_gradients(memory, a.x, chunk, in, between, own, erased[half], j, half, channel, lane);
+            half_gradients(memory, a.x, chunk, in, between, own, all[half], j, half, channel, lane);
         }
     }
-    store_sums(memory, chunk, a, erased, warp, lane);
+    store_sums(memory, chunk, a, all, warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) gradient(

@@ -7,17 +7,20 @@
 // gdn2/ops/triton/tiles.py, and deep rows are left to the Triton kernel for them.
 #include "group_keys.cuh"
 
-// Gradients of gates for all channels of a head: sums over warps and groups, always in the same order.
+// Gradients of gates and decays for all channels of a head: sums over so many warps or groups, always in the same order.
+template <int OF> DEVICE float summed(const char* memory, int at) {
+    const float* parts = reinterpret_cast<const float*>(memory + at) + threadIdx.x;
+    float sum = 0.0f;
+    for (int i = 0; i < OF; i++) sum += parts[C * i];
+    return sum;
+}
+
 DEVICE void store_sums(const char* memory, const Part& chunk, const Outputs& out) {
-    if (B_WIDTH != 1 && W_WIDTH != 1) return;
     const int token = threadIdx.x;
     if (token >= C) return;
-    const float* erased = reinterpret_cast<const float*>(memory + AT_ERASED) + token;
-    const float* written = reinterpret_cast<const float*>(memory + AT_WRITTEN) + token;
-    float db = 0.0f;
-    for (int w = 0; w < WARPS; w++) db += erased[C * w];
-    if (B_WIDTH == 1) chunk.store_gate(out.db, token, db);
-    if (W_WIDTH == 1) chunk.store_gate(out.dw, token, written[0] + written[C]);
+    if (B_WIDTH == 1) chunk.store_gate(out.db, token, summed<WARPS>(memory, AT_ERASED));
+    if (W_WIDTH == 1) chunk.store_gate(out.dw, token, summed<2>(memory, AT_WRITTEN));
+    if (G_WIDTH == 1) chunk.store_decay(out.dg, token, summed<WARPS>(memory, AT_DECAYED));
 }
 
 DEVICE void chunk_gradients(char* memory, int turn, int index, int chunks, const Inputs& x, const Outputs& out) {

@@ -114,16 +114,19 @@ DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log)
 // Log-decays of a half since its start, in powers of two, and those of both halves, of a thread's two channels.
 DEVICE void load_decays(Each& to, const Part& chunk, const float* g, int half) {
     const int token = HALF * half + own_token(), room = chunk.length - token;
-    const float* from = chunk.at<float, 4>(g, token, own_channel());
+    const float* from = G_WIDTH == D ? chunk.at<float, 4>(g, token, own_channel()) : chunk.head<float>(g) + HEADS * token;
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) to.v[i / 2][2 * r + i % 2] = i < room ? from[HEADS * D * i + 8 * r] : 0.0f;
+        for (int r = 0; r < 2; r++) {
+            const int later = G_WIDTH == D ? HEADS * D * i + 8 * r : HEADS * i;
+            to.v[i / 2][2 * r + i % 2] = i < room ? from[later] : 0.0f;
+        }
 }
 
 DEVICE void sum_decays(Each& L, float (&last)[2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < (G_WIDTH == D ? 2 : 1); r++) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -135,6 +138,10 @@ DEVICE void sum_decays(Each& L, float (&last)[2]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) L.v[i / 2][2 * r + i % 2] += before;
     }
+    if (G_WIDTH == D) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) L.v[i / 2][2 + i % 2] = L.v[i / 2][i % 2];
+    last[1] = last[0];
 }
 
 DEVICE void put_logs_aside(char* memory, const Each& L) {
@@ -244,14 +251,14 @@ DEVICE Pairs load_gates(const char* memory, const Part& chunk, const Inputs& x, 
     return to;
 }
 
-// Sums over a warp's channels of what is erased, for gates that have only one.
-DEVICE void place_erased(char* memory, const Each& db, int half) {
+// Sums over a warp's channels of gradients that a head has one of.
+DEVICE void place_sums(char* sums, const Each& x, int half) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const float sum = over_tokens(db.v[i / 2][i % 2] + db.v[i / 2][2 + i % 2]);  // over lanes of other channels
+        const float sum = over_tokens(x.v[i / 2][i % 2] + x.v[i / 2][2 + i % 2]);  // over lanes of other channels
         const int token = HALF * half + own_token() + i;
         const u32 thread = own_thread();
-        if (thread % 32 < 4) reinterpret_cast<float*>(memory + AT_ERASED)[C * (thread / 32) + token] = sum;
+        if (thread % 32 < 4) reinterpret_cast<float*>(sums)[C * (thread / 32) + token] = sum;
     }
 }
 
@@ -304,7 +311,7 @@ template <int HALF_AT> DEVICE void half_gradients(
                 dB.v[n][e] = dX.v[n][e] * one_of(K.v[n][e >> 1], e & 1);
             }
         if (B_WIDTH == D) store_pairs(memory + AT_B, HALF_AT, dB);
-        if (B_WIDTH == 1) place_erased(memory, dB, HALF_AT);
+        if (B_WIDTH == 1) place_sums(memory + AT_ERASED, dB, HALF_AT);
     }
 
     // What a log-decay gets: all that is read from the half's start at its token or later, less what the half's own
@@ -333,6 +340,7 @@ template <int HALF_AT> DEVICE void half_gradients(
         }
     store_pairs(memory + AT_K, HALF_AT, dK);
     float* dg = chunk.at<float, 4>(out.dg, mine, own_channel());
+    Each decayed;
     const int room = chunk.length - mine;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -348,8 +356,10 @@ template <int HALF_AT> DEVICE void half_gradients(
         float before = before_lanes(sum, all) + total[r];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (i < room) dg[HEADS * D * i + 8 * r] = before;
+            if (G_WIDTH == D && i < room) dg[HEADS * D * i + 8 * r] = before;
+            decayed.v[i / 2][2 * r + i % 2] = before;
             before += sums.v[i / 2][2 * r + i % 2];
         }
     }
+    if (G_WIDTH == 1) place_sums(memory + AT_DECAYED, decayed, HALF_AT);
 }

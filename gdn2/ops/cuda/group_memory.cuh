@@ -17,6 +17,8 @@ constexpr int AT_K = AT_LOW + BLOCK, AT_Q = AT_K + TILE, AT_B = AT_Q + TILE;  //
 constexpr int AT_DIAGONAL = AT_B + TILE, AT_ERASED = AT_DIAGONAL + C * 4, AT_WRITTEN = AT_ERASED + WARPS * C * 4;
 constexpr int AT_SIGNALS = AT_WRITTEN + 2 * C * 4, AT_PARTS = AT_SIGNALS + 16, PARTS = 4;
 constexpr int MEMORY = AT_PARTS + PARTS * 16;
+static_assert(G_WIDTH == D || B_WIDTH != D, "erase gates leave their place to sums of decays' gradients");
+constexpr int AT_DECAYED = AT_B;
 constexpr int AT_ASIDE = AT_S;  // what threads put aside, in the place of states
 static_assert(16 * THREADS * 16 <= 2 * STATE, "there is room for it");
 

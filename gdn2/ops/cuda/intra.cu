@@ -131,7 +131,7 @@ template <bool FULL> DEVICE void chunk_factors(
     if (W_WIDTH == D) chunk.fetch(x.w);
     __syncthreads();
     // what the program waits for first that will have this one's place
-    if (chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4>(x.g);
+    if (G_WIDTH == D && chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4>(x.g);
     Scores P[TASKS] = {};
 #pragma unroll
     for (int n = 0; n < TASKS; n++) score_tiles(P[n], memory, Task(warp + WARPS * n), lane);
@@ -146,7 +146,7 @@ template <bool FULL> DEVICE void chunk_factors(
         __syncthreads();
     }
     // Known anew, or what was made of it would take registers of the scores; where gates are few there are enough.
-    const u32 thread = D == 128 && W_WIDTH == 1 ? threadIdx.x : forgotten(static_cast<u32>(threadIdx.x));
+    const u32 thread = D == 128 && W_WIDTH == 1 && G_WIDTH == D ? threadIdx.x : forgotten(static_cast<u32>(threadIdx.x));
     const Place again(thread / 32, thread % 32);
     written_values(values, memory, chunk, x, again);
     invert(memory, warp, lane);

@@ -48,7 +48,7 @@ template <bool FULL> DEVICE void load_inputs(
         const int mine = HALF * half + 4 * (lane >> 2);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const Float2 g = chunk.template load<Float2, 4>(x.g, mine + i, channel);
+            const Float2 g = chunk.template decays<G_WIDTH, Float2>(x.g, mine + i, channel);
             L[half].v[i][0] = g.v[0], L[half].v[i][1] = g.v[1];
         }
         in.K[half] = chunk.load_pairs(x.k, mine, channel);
@@ -206,11 +206,14 @@ DEVICE void reader_gradient(
 
 DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log) : 0.0f; }
 
-// Gradients of queries, erase gates, keys and log-decays of one half, for eight of a warp's channels; that of a gate
-// for all channels is added to what is erased.
+// Sums over a thread's channels for its tokens of a half, of gradients that a head has one of.
+struct Sums { float erased[4], decayed[4]; };
+
+// Gradients of queries, erase gates, keys and log-decays of one half, for eight of a warp's channels; those of gates and
+// decays for all channels are added to the sums.
 template <bool FULL> DEVICE void half_gradients(
     char* memory, const Operands& x, const Chunk<FULL>& chunk, const Inputs& in, Between& between, const Own& own,
-    float (&erased)[4], int j, int half, int channel, int lane) {
+    Sums& all, int j, int half, int channel, int lane) {
     const int group = lane >> 2, mine = HALF * half + 4 * group;
     const Float4 diagonal = *reinterpret_cast<const Float4*>(memory + AT_DIAGONAL + 4 * mine);
     Narrow dX, lifted, sums = {}, d_keys = {};  // lifted are decays since the half's start
@@ -245,7 +248,7 @@ template <bool FULL> DEVICE void half_gradients(
             if (B_WIDTH == D || !reader.erase) {
                 chunk.store(reader.erase ? x.db : x.dq, mine + i, channel, pack(out[0], out[1]));
             } else {
-                erased[i] += out[0] + out[1];
+                all.erased[i] += out[0] + out[1];
             }
         }
     }
@@ -290,7 +293,8 @@ template <bool FULL> DEVICE void half_gradients(
         Float2 dg;
 #pragma unroll
         for (int e = 0; e < 2; e++) dg.v[e] = total[e] + sums.v[i][e];
-        chunk.template store<Float2, 4>(x.dg, mine + i, channel, dg);
+        if (G_WIDTH == D) chunk.template store<Float2, 4>(x.dg, mine + i, channel, dg);
+        all.decayed[i] += dg.v[0] + dg.v[1];
     }
 }
 

@@ -65,13 +65,19 @@ def takes_plain(x: Operands, chunk: int, rows: int) -> bool:
 
 
 def suits(x: Operands, chunk: int) -> bool:
-    """What kernels with an erase gate ask for: as many heads of everything, gates for each channel or for all."""
+    """What kernels with an erase gate ask for: as many heads of everything, gates for each channel or for all.
+
+    So are decays, but for each channel where erase gates are.
+    """
     if x.b is None or not is_usual(x, chunk):
         return False
+    heads, width = x.q.shape[1:]
     gates = [t for t in (x.b, x.w) if t is not None]
-    return all(t.shape == x.q.shape for t in (x.k, x.v, x.g)) and all(
-        t.shape[1] == x.q.shape[1] and t.shape[2] in (1, x.q.shape[2]) and t.dtype == x.q.dtype
-        for t in gates
+    return (
+        x.k.shape == x.v.shape == x.q.shape
+        and all(t.shape[1] == heads and t.shape[2] in (1, width) for t in (x.g, *gates))
+        and all(t.dtype == x.q.dtype for t in gates)
+        and (x.g.shape[2] == width or x.b.shape[2] < width)
     )
 
 
@@ -151,6 +157,7 @@ def macros(kernel: str, x: Operands) -> dict[str, int]:
         return {**shared, "D": width, "PROGRAMS": _tried or (2 if width == 64 else 1)}
     assert x.b is not None
     gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2], "B_WIDTH": x.b.shape[2]}
+    gates["G_WIDTH"] = x.g.shape[2]
     return {"HEADS": heads, "D": width, **gates, "PROGRAMS": _tried or PROGRAMS[width]}
 
 

@@ -90,8 +90,7 @@ template <bool FULL> struct Chunk {
     template <int WIDTH> DEVICE u32 gate(const void* operand, int token, int channel) const {
         if (WIDTH == D) return load<u32>(operand, token, channel);
         if (WIDTH == 0) return 0x3f803f80u;
-        const unsigned short* heads = static_cast<const unsigned short*>(operand) + first / D;
-        return knows(token) ? heads[token * HEADS] * 0x10001u : 0u;
+        return knows(token) ? head<unsigned short>(operand)[token * HEADS] * 0x10001u : 0u;
     }
     template <int WIDTH> DEVICE Pair4 eight_gates(const void* operand, int token, int channel) const {
         if (WIDTH == D) return load<Pair4>(operand, token, channel);
@@ -105,7 +104,23 @@ template <bool FULL> struct Chunk {
     }
     DEVICE void store_gate(void* operand, int token, float x) const {
         if (!knows(token)) return;
-        static_cast<unsigned short*>(operand)[first / D + token * HEADS] = static_cast<unsigned short>(pack(x, 0.0f));
+        head<unsigned short>(operand)[token * HEADS] = static_cast<unsigned short>(pack(x, 0.0f));
+    }
+    DEVICE void store_decay(float* operand, int token, float x) const {
+        if (knows(token)) head<float>(operand)[token * HEADS] = x;
+    }
+    // Log-decays of as many channels as T has: one for each, or one for all of a head [L, HEADS, 1].
+    template <int WIDTH, class T> DEVICE T decays(const void* operand, int token, int channel) const {
+        if (WIDTH == D) return load<T, 4>(operand, token, channel);
+        const float x = knows(token) ? head<float>(operand)[token * HEADS] : 0.0f;
+        T to;
+#pragma unroll
+        for (int e = 0; e < static_cast<int>(sizeof(T) / 4); e++) reinterpret_cast<float*>(&to)[e] = x;
+        return to;
+    }
+    // The first token's number in an operand [L, HEADS, 1].
+    template <class T> DEVICE T* head(const void* operand) const {
+        return const_cast<T*>(static_cast<const T*>(operand)) + first / D;
     }
     // Bring all tokens of an operand to the second-level cache; each warp its share, since lanes do this one by one.
     template <int BYTES = 2> DEVICE void fetch(const void* operand) const {

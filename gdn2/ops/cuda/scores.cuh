@@ -111,7 +111,7 @@ DEVICE void deep_row(char* memory, const Chunk<FULL>& chunk, const Inputs& x, in
         float q = 0.0f, t = 0.0f;
 #pragma unroll
         for (int e = 0; e < E; e++) {
-            decay[e] += at_least(chunk.template load<float, 4>(x.g, key + 1, 32 * e + lane) * LOG2E, -185.0f);
+            decay[e] += at_least(chunk.template decays<G_WIDTH, float>(x.g, key + 1, 32 * e + lane) * LOG2E, -185.0f);
             const float met = number(x.k, key, e) * exp2_fast(decay[e]);
             q += Q[e] * met, t += X[e] * met;
         }

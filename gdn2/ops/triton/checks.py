@@ -70,6 +70,7 @@ FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "A", "Y", "U")
 MILD = Scenario("mild", "", rows=1, heads=(1, 1, 1, 1), widths=(128, 128))
 PLAIN_SCALE = 0.1
 STRONG = replace(MILD, name="strong", strong=True)
+NARROW = replace(STRONG, name="gates of heads", scalar_gates=True)
 
 
 class Exact:
@@ -170,14 +171,16 @@ def check_intra(
 def check_intra_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
     """All factors by one kernel, where it takes such operands: nothing otherwise."""
     pairs: Pairs = {}
-    for scenario in (MILD, STRONG):
+    for scenario in (MILD, STRONG, NARROW):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
         blocks = in_blocks(x, table.size)
         if takes(INTRA, x, table.size, BLOCKS=int(blocks)):
             f = stages.intra(x, table, "ieee")
             f = reordered(f) if blocks else f
-            pairs |= {f"{n}, {scenario.name}": (getattr(f, n), getattr(right, n)) for n in FACTORS}
+            for name in FACTORS:
+                made = getattr(f, name)
+                pairs[f"{name}, {scenario.name}"] = made, getattr(right, name).expand(made.shape)
     return pairs
 
 
@@ -303,7 +306,7 @@ def check_gradient(
 def check_gradient_at_once(blocks: bool, device: torch.device, dtype: torch.dtype) -> Pairs:
     """All of them by one kernel and the one for deep rows, where it takes such operands: nothing otherwise."""
     pairs: Pairs = {}
-    for scenario in (MILD, STRONG):
+    for scenario in (MILD, STRONG, NARROW):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
         if in_blocks(x, table.size) if blocks else takes(GRADIENT, x, table.size, BLOCKS=0):

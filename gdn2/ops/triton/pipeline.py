@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from gdn2.ops.cuda.heads import repeated
 from gdn2.ops.cuda.launch import aligned, in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
@@ -20,7 +21,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
-        x, table, state = contiguous(x), table_of(x, batch), state.contiguous()
+        table, state = table_of(x, batch), state.contiguous()
+        x = repeated(contiguous(x), table.size)
         solve = batch.solve_precision
         ahead.compile_together(
             kind_of(x, table, solve, keep),
@@ -51,9 +53,13 @@ def backward(
 ) -> Gradients:
     """Gradients of all operands and of the initial state, from those of output and final state."""
     with torch.cuda.device_of(x.k):
-        x, table = contiguous(x), table_of(x, batch)
+        given, table = contiguous(x), table_of(x, batch)
+        x, state = repeated(given, table.size), state.contiguous()
         d_final, solve = d_final.contiguous(), batch.solve_precision
-        return run_backward(x, table, state.contiguous(), solve, saved, do, d_final)
+        found = run_backward(x, table, state, solve, saved, do, d_final)
+        pairs = zip(found[:6], given[:6], strict=True)
+        grads = [d if t is None else stages.sum_to(d, t) for d, t in pairs]
+        return Gradients(*[*grads, found.state])
 
 
 def run_backward(

@@ -101,13 +101,12 @@ def emulator(folder: Path, kernel: str, arguments: str, **also: int) -> Emulate:
     """Compile a kernel once for each number of heads and widths of operands, with further macros."""
 
     @cache
-    def compiled(heads: int, width: int, b: int, w: int) -> Emulated:
-        return Emulated(
-            folder, kernel, arguments, HEADS=heads, D=width, B_WIDTH=b, W_WIDTH=w, **also
-        )
+    def compiled(heads: int, width: int, g: int, b: int, w: int) -> Emulated:
+        gates = {"G_WIDTH": g, "B_WIDTH": b, "W_WIDTH": w}
+        return Emulated(folder, kernel, arguments, HEADS=heads, D=width, **gates, **also)
 
     def emulate(x: Operands) -> Emulated:
-        gates = [0 if t is None else t.shape[2] for t in (x.b, x.w)]
+        gates = [0 if t is None else t.shape[2] for t in (x.g, x.b, x.w)]
         return compiled(*x.q.shape[1:], *gates)
 
     return emulate

@@ -108,7 +108,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     build.torch_library.cache_clear()
 
 
-SIZES = {"HEADS": 16, "D": 128, "B_WIDTH": 128, "W_WIDTH": 128, "PROGRAMS": 2}
+SIZES = {"HEADS": 16, "D": 128, "G_WIDTH": 128, "B_WIDTH": 128, "W_WIDTH": 128, "PROGRAMS": 2}
 
 
 def test_a_kernel_that_cannot_be_loaded_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,11 +147,17 @@ def test_gradients_for_any_decay(
 
 @needs_compiler
 @pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("narrow", ["bw", "gbw"], ids=["gates", "decays too"])
 def test_gates_for_all_channels(
-    emulate: Emulate, two_heads: Scenario, strong: bool, monkeypatch: pytest.MonkeyPatch
+    emulate: Emulate,
+    two_heads: Scenario,
+    narrow: str,
+    strong: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    change_operands(monkeypatch, lambda x: {**x, **{n: x[n][..., :1].contiguous() for n in "bw"}})
-    right = Exact(replace(two_heads, name="one", strong=strong), torch.bfloat16)
+    """One for each head."""
+    change_operands(monkeypatch, lambda x: {**x, **{n: x[n][..., :1].contiguous() for n in narrow}})
+    right = Exact(replace(two_heads, name=narrow, strong=strong), torch.bfloat16)
     launched = Launched(emulate, right)
     errors = launched.errors(launched.with_deep_rows())
     assert max(errors.values()) < TOLERANCE, errors

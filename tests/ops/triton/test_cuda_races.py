@@ -38,6 +38,8 @@ from tests.ops.triton.emulation import (
 SCHEDULES = range(1, 5)
 STRONG = replace(MILD, name="strong", strong=True)
 NARROW = replace(STRONG, heads=(2, 2, 2, 2), widths=(64, 64))
+# Gates and decays for each head.
+FEW, NARROW_FEW = (replace(scenario, scalar_gates=True) for scenario in (STRONG, NARROW))
 exact = cache(Exact)
 
 
@@ -61,9 +63,9 @@ def gradient(folder: Path, scenario: Scenario, blocks: int) -> list[Tensor]:
     return test_cuda_gradient.Launched(compiled, exact(scenario, torch.bfloat16)).found
 
 
-def group_gradient(folder: Path) -> list[Tensor]:
+def group_gradient(folder: Path, scenario: Scenario) -> list[Tensor]:
     compiled = of_operands(folder, GROUP_GRADIENT, test_cuda_gradient.ARGUMENTS + "n", 1)
-    return test_cuda_gradient.Launched(compiled, exact(STRONG, torch.bfloat16)).found
+    return test_cuda_gradient.Launched(compiled, exact(scenario, torch.bfloat16)).found
 
 
 def scan(folder: Path, kernel: str) -> list[Tensor]:
@@ -89,7 +91,9 @@ RUNS: dict[str, Callable[[Path], list[Tensor]]] = {
     "intra, heads of 64": lambda folder: intra(folder, NARROW, 1),
     "gradient, heads of 64": lambda folder: gradient(folder, NARROW, 1),
     "gradient, rows": lambda folder: gradient(folder, STRONG, 0),
-    "group_gradient": group_gradient,
+    "gradient, gates of heads": lambda folder: gradient(folder, NARROW_FEW, 1),
+    "group_gradient": lambda folder: group_gradient(folder, STRONG),
+    "group_gradient, gates of heads": lambda folder: group_gradient(folder, FEW),
     "forward_scan": lambda folder: scan(folder, FORWARD),
     "backward_scans": lambda folder: scan(folder, BACKWARD),
     "plain_scan": plain,
