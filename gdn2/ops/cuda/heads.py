@@ -8,14 +8,14 @@ from gdn2.ops.operands import Operands, spread
 SHARED = ("q", "k", "g", "b", "w")
 
 
-def repeated(x: Operands, chunk: int) -> Operands:
+def repeated(x: Operands, chunk: int, apart: bool = False) -> Operands:
     """What is shared by heads or channels repeated for each, where CUDA kernels do it all then; else x as it is.
 
-    Decays of a head stay so where its erase gate does. Value heads that share all else are left together, to Triton's
-    kernels, which compute their scores once.
+    Decays of a head stay so where its erase gate does. Value heads that share all else are taken apart for gradients
+    only: for the rest Triton's kernels, which compute their scores once, are as fast.
     """
     heads, width = x.v.shape[1:]
-    if x.b is None or x.heads < heads:
+    if x.b is None or (x.heads < heads and not apart):
         return x
     given: dict[str, Any] = {n: t for n, t in x._asdict().items() if n in SHARED and t is not None}
     shapes = {name: (heads, t.shape[2]) for name, t in given.items()}

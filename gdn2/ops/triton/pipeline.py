@@ -54,7 +54,8 @@ def backward(
     """Gradients of all operands and of the initial state, from those of output and final state."""
     with torch.cuda.device_of(x.k):
         given, table = contiguous(x), table_of(x, batch)
-        x, state = repeated(given, table.size), state.contiguous()
+        # factors that the forward kept are of heads as they were there
+        x, state = repeated(given, table.size, apart=not saved), state.contiguous()
         d_final, solve = d_final.contiguous(), batch.solve_precision
         found = run_backward(x, table, state, solve, saved, do, d_final)
         pairs = zip(found[:6], given[:6], strict=True)
@@ -89,6 +90,7 @@ def rehearse(x: Operands, table: Table, state: Tensor, solve: str, keep: str) ->
     """Start every kernel that this call will, and its backward if there is to be one."""
     o, final, _ = run_forward(x, table, state, solve, keep)
     if keep != "nothing":
+        x = repeated(x, table.size, apart=keep == "states")
         run_backward(x, table, state, solve, [], o, final)
 
 

@@ -14,6 +14,7 @@ SHARED = {
     "keys": single(T=40, B=2, heads=(1, 2, 2, 2), widths=("one", "one", "one")),
     "gates": single(T=40, heads=(2, 2, 1, 1), widths=("one", "one", "none")),
     "decays of channels": single(T=40, heads=(1, 2, 2, 1), widths=("one", "full", "full")),
+    "all but values": single(T=40, heads=(1, 2, 1, 1), widths=("full", "one", "full")),
     "keys of three": single(T=40, heads=(1, 3, 1, 3), lengths=(33, 0, 7)),
 }
 
@@ -38,7 +39,7 @@ def test_gradients_are_summed_over_what_shared(
 ) -> None:
     monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
     case, x = SHARED[name], operands(SHARED[name])
-    assert repeated(x, case.chunk_size) is not x
+    assert repeated(x, case.chunk_size, apart=True) is not x
     compare(kernels(case, keep), run(case, "reference"), EXACT)
 
 
@@ -54,7 +55,7 @@ def test_what_kernels_are_asked_for_is_what_they_get(
 
     monkeypatch.setattr(heads, "in_blocks", note)
     x = operands(SHARED[name])
-    found = repeated(x, 64)
+    found = repeated(x, 64, apart=True)
     (shapes,) = ([None if t is None else t.shape for t in y[:6]] for y in asked)
     assert [None if t is None else t.shape for t in found[:6]] == shapes
     count = x.v.shape[1]
@@ -68,7 +69,7 @@ def test_what_kernels_are_asked_for_is_what_they_get(
 def test_what_need_not_be_repeated_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in SHARED.values():
         x = operands(case)
-        assert repeated(x, 64) is x  # not on a GPU
+        assert repeated(x, 64, apart=True) is x  # not on a GPU
     monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
     for case in (
         single(),
