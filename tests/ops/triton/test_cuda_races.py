@@ -120,6 +120,7 @@ NOT_SEEN = {
     "forward_scan": {"publish();", "wait_until_read<0>();"},
     # What is put aside is written before large copies come to lie over it, which emulated ones never overtake.
     "group_gradient": {"publish();"},
+    "group_gradient, gates of heads": {"publish();"},
 }
 
 
