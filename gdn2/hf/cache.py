@@ -58,6 +58,15 @@ class Gdn2Cache(Cache):
     def activate_past_recording(self) -> None:
         self._recording = True
 
+    def deactivate_past_recording(self) -> None:
+        """What was read until now stays."""
+        self._recording = False
+        self._calls.clear()
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recording
+
     @property
     def is_croppable(self) -> bool:
         return True

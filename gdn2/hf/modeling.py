@@ -5,6 +5,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -12,6 +13,8 @@ from transformers.utils.generic import can_return_tuple
 from gdn2.hf.base import Encoded, Gdn2PreTrainedModel
 from gdn2.hf.cache import Gdn2Cache
 from gdn2.ops.arguments import require
+
+IGNORED = -100  # a label that transformers' losses pass over
 
 
 class Gdn2Model(Gdn2PreTrainedModel):
@@ -54,6 +57,14 @@ class Gdn2Model(Gdn2PreTrainedModel):
         )
 
 
+def _without_unread(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Labels but those after padding, whose logits say nothing of them."""
+    if mask is None or mask.ndim != 2:
+        return labels
+    padding = mask[:, -labels.shape[1] :] == 0
+    return labels.masked_fill(pad(padding[:, :-1], (1, 0)), IGNORED)
+
+
 def _refuse_weights(options: dict[str, Any]) -> None:
     """Nobody who asks for attention's weights should get none without a word."""
     asked = options.get("output_attentions")
@@ -70,7 +81,10 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
         """Put in an empty cache where generation wants one and the caller gave none."""
-        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        given = model_kwargs.get("past_key_values")
+        if isinstance(given, Gdn2Cache) and not generation_config.is_assistant:
+            given.deactivate_past_recording()  # assisted decoding, if it is that again, will ask for it
+        if generation_config.use_cache is False or given is not None:
             prepare: Any = super()._prepare_cache_for_generation  # type: ignore[misc]
             prepare(generation_config, model_kwargs, *others)
             return
@@ -79,6 +93,32 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = cache = Gdn2Cache()
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # by its name generation knows that it may be given
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Give a cache only what it has not read; of its first call assisted decoding does not say what that is."""
+        begins = is_first_iteration and next_sequence_length is None and inputs_embeds is None
+        if begins and isinstance(past_key_values, Gdn2Cache) and past_key_values.is_recording:
+            seen = past_key_values.get_seq_length()
+            next_sequence_length = input_ids.shape[1] - seen if seen else None
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -123,6 +163,7 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             kwargs["vocab_size"] = self.config.vocab_size
+            labels = _without_unread(labels, attention_mask)
             loss = self.loss_function(logits=logits, labels=labels, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -24,7 +24,8 @@ from gdn2.ops.products import is_chosen
 def joint(x: Tensor, *maps: nn.Linear, laid: bool = False, kept: bool = False) -> Sequence[Tensor]:
     """What each of the maps makes of x: one product where gradients are not needed and their weights lie side by side.
 
-    On a CPU only of a single row: there its block is laid out for that. With gradients those of x add to one another.
+    On a CPU only of a single row: there its block is laid out for that. Where weights lie is nothing a compiler knows.
+    With gradients those of x add to one another.
 
     Args:
         x: [..., inputs].
@@ -36,7 +37,7 @@ def joint(x: Tensor, *maps: nn.Linear, laid: bool = False, kept: bool = False) -
         if _adds_gradients(x) and _are_alike(x, maps):
             weights = [map_.weight for map_ in maps]
             return together(x, weights, one_output=kept, one_gradient=laid)
-    elif x.is_cuda or x.numel() == x.shape[-1]:
+    elif not torch.compiler.is_compiling() and (x.is_cuda or x.numel() == x.shape[-1]):
         block = _block(maps)
         if block is not None:
             return linear(x, block).split([map_.out_features for map_ in maps], -1)

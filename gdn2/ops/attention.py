@@ -7,9 +7,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
+from gdn2.ops.arguments import read_scale, require
 from gdn2.ops.flex import causal_block_mask, flex, flex_spares_a_mask
 from gdn2.ops.kv_cache import KVCache
-from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand
+from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_lengths
 from gdn2.ops.window_attention import fits, window_attention
 
 # without cuDNN, which takes 7 ms on an H200 to prepare for each new shape
@@ -53,7 +54,8 @@ def attention(
     _check(q, k, v, window, cu_seqlens, cache)
     if inplace and cache is None:
         raise ValueError("inplace is True and cache is None, expected a cache to write into")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = read_scale(scale, q)
+    require(scale > 0, "scale", scale, "more than 0")  # torch's kernels make NaN of others
     blocks = backend == "auto" and cu_seqlens is None and cache is None and fits(q, k, window)
     flexes = _use_flex(backend, q, window, cu_seqlens, cache)
     updated = None
@@ -157,7 +159,7 @@ def _packed(
     its row, so nothing sees it. Slots that no row has reached are left out.
     """
     lengths, starts = cu_seqlens.diff(), cu_seqlens[:-1]
-    known = lengths.tolist()
+    known = sequence_lengths(cu_seqlens, 1, q.shape[1])
     if cache is not None:
         reached = min(cache.capacity, int(cache.seen.max()) if len(cache.seen) else 0)
         cache = KVCache(cache.keys[:, :reached], cache.values[:, :reached], cache.seen)
@@ -194,7 +196,7 @@ def _dense(
     length = q.shape[1]
     if past is None and (window is None or window >= length):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        gqa = q.shape[1] != k.shape[1]
+        gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 (a compiler has no bool otherwise)
         y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         return y.transpose(1, 2)
 

@@ -71,7 +71,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -
         v.transpose(1, 2),
         block_mask=block_mask,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=True if q.shape[2] != k.shape[2] else False,  # noqa: SIM210 (as in `attention`)
         # Left to itself, torch 2.11 takes its decoding kernel below 128 tokens and fails to find a configuration.
         kernel_options={"BACKEND": "TRITON"},
     )

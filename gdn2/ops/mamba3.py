@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gdn2.ops.arguments import DTYPES, check_state, new_state, require
 from gdn2.ops.family import Pattern
-from gdn2.ops.packing import check_cu_seqlens, sequence_ids
+from gdn2.ops.packing import check_cu_seqlens, multiplied_offsets, sequence_ids
 from gdn2.ops.ranks import rank_reads
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 
@@ -63,7 +63,7 @@ def mamba3(
         **x.pattern,
         initial_state=state.S,
         output_final_state=True,
-        cu_seqlens=cu_seqlens if cu_seqlens is None or rank == 1 else cu_seqlens * rank,
+        cu_seqlens=None if cu_seqlens is None else multiplied_offsets(cu_seqlens, rank, q.shape[1]),
         backend=backend,
         chunk_size=chunk_size,
         recompute=recompute,

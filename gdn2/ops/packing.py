@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Reading offsets off a GPU waits for it, so a tensor that passed once, and has not been written to
-# since, passes again: one wait per batch instead of one per operator and layer.
-_passed: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+# Reading offsets off a GPU waits for it, so they are read once as long as nobody writes to them:
+# one wait per batch instead of one per operator and layer.
+_read: MutableMapping[Tensor, tuple[int, list[int]]] = WeakTensorKeyDictionary()
 
 
 def check_operand(name: str, operand: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -46,24 +46,42 @@ def check_cu_seqlens(
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected {device}")
     if cu_seqlens.is_meta or torch.compiler.is_compiling():
         return  # no values to look at
-    if cu_seqlens.is_inference():  # such tensors do not count what is written to them
-        _check_offsets(cu_seqlens.tolist(), length)
-    elif _passed.get(cu_seqlens) != (length, cu_seqlens._version):
-        _check_offsets(cu_seqlens.tolist(), length)
-        _pass(cu_seqlens, length)
+    known_offsets(cu_seqlens, length)
 
 
 def moved_offsets(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
     """Offsets that pack `length` tokens, checked here before they go to a device: nobody waits for them there."""
     check_cu_seqlens(cu_seqlens, 1, length)
     moved = cu_seqlens.to(device, non_blocking=True)
-    if not moved.is_inference():
-        _pass(moved, length)
+    _remember(moved, known_offsets(cu_seqlens, length))
     return moved
 
 
-def _pass(cu_seqlens: Tensor, length: int) -> None:
-    _passed[cu_seqlens] = (length, cu_seqlens._version)
+def multiplied_offsets(cu_seqlens: Tensor, times: int, length: int) -> Tensor:
+    """Offsets of `length` tokens that became several each; nobody waits for those either."""
+    if times == 1:
+        return cu_seqlens
+    made = cu_seqlens * times
+    if not (made.is_meta or torch.compiler.is_compiling()):
+        _remember(made, [times * offset for offset in known_offsets(cu_seqlens, length)])
+    return made
+
+
+def known_offsets(cu_seqlens: Tensor, length: int) -> list[int]:
+    """The offsets, which are checked when they are read."""
+    version, offsets = (
+        (None, []) if cu_seqlens.is_inference() else _read.get(cu_seqlens, (None, []))
+    )
+    if version is None or version != cu_seqlens._version or offsets[-1] != length:
+        offsets = cu_seqlens.tolist()
+        _check_offsets(offsets, length)
+        _remember(cu_seqlens, offsets)
+    return offsets
+
+
+def _remember(cu_seqlens: Tensor, offsets: list[int]) -> None:
+    if not cu_seqlens.is_inference():  # such tensors do not count what is written to them
+        _read[cu_seqlens] = (cu_seqlens._version, offsets)
 
 
 def _check_offsets(offsets: list[int], length: int) -> None:
@@ -79,12 +97,13 @@ def _check_offsets(offsets: list[int], length: int) -> None:
 
 
 def sequence_lengths(cu_seqlens: Tensor | None, batch: int, length: int) -> list[int]:
-    """Return the lengths of a dense or packed batch; reads, and so checks, the offsets."""
+    """Return the lengths of a dense or packed batch."""
     if cu_seqlens is None:
         return [length] * batch
-    offsets = cu_seqlens.tolist()
-    _check_offsets(offsets, length)
-    return [end - start for start, end in pairwise(offsets)]
+    if torch.compiler.is_compiling():
+        lengths: list[int] = cu_seqlens.diff().tolist()
+        return lengths
+    return [end - start for start, end in pairwise(known_offsets(cu_seqlens, length))]
 
 
 def sequence_ids(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn2.ops.arguments import has_tangent
-from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand
+from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_lengths
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -107,7 +107,7 @@ def _running_sum(steps: Tensor, initial: Tensor, cu_seqlens: Tensor | None) -> T
         return initial.unsqueeze(1) + steps.cumsum(dim=1)
     # One sum per sequence: differences of a sum over all would carry rounding, and one sequence's
     # NaN, into the next.
-    sequences = torch.split(steps, cu_seqlens.diff().tolist(), dim=1)
+    sequences = torch.split(steps, sequence_lengths(cu_seqlens, 1, steps.shape[1]), dim=1)
     sums = [row + s.cumsum(dim=1) for row, s in zip(initial.unbind(), sequences, strict=True)]
     return torch.cat(sums, dim=1)
 

@@ -79,7 +79,8 @@ def gated_delta_rule(
     scale = read_scale(scale, q)
 
     if backend == "reference":
-        check_decay(g)
+        if not torch.compiler.is_compiling():  # which has no values
+            check_decay(g)
         S = new_state(q, v, sequences) if initial_state is None else initial_state
         with exact_products(q.device):
             if cu_seqlens is None:
@@ -114,9 +115,9 @@ def gated_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Decode one token or a few [B, T, …] from `state`; returns output and new state.
 
-    Operands as in `gated_delta_rule`. With `inplace` the given state is overwritten and returned, which gradients
-    do not survive. On a GPU it is one kernel, and nobody looks for positive log-decays; where gradients are needed, and
-    elsewhere, it is the token loop.
+    Operands as in `gated_delta_rule`. With `inplace` the given state, of which no operand may be a part, is overwritten
+    and returned, which gradients do not survive. On a GPU it is one kernel, and nobody looks for positive log-decays;
+    where gradients are needed, and elsewhere, it is the token loop.
     """
     check_operands(q, k, v, g, b, w)
     check_state("state", state, q.shape[0], q, v)

@@ -140,6 +140,27 @@ def test_prompt_lookup_takes_back_what_was_guessed_wrong() -> None:
     assert torch.equal(greedy(ids, new=15, prompt_lookup_num_tokens=4), greedy(ids, new=15))
 
 
+def test_a_conversation_may_be_assisted_at_times() -> None:
+    """By one cache, which keeps nothing of the past once nobody may take it back."""
+    cache, said = Gdn2Cache(), torch.tensor([prompts()[0] * 3])
+    ways: list[dict[str, Any]] = [
+        {},
+        {"prompt_lookup_num_tokens": 3},
+        {},
+        {"assistant_model": assistant(0.02)},
+        {"prefill_chunk_size": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {},
+    ]
+    for turn, options in enumerate(ways):
+        mask = torch.ones_like(said)  # what has been written may have the number of padding
+        written = greedy(said, mask, past_key_values=cache, **options)
+        assert torch.equal(written, greedy(said, mask)), turn
+        said = torch.cat([written, torch.tensor([[turn, 3, 4]])], 1)
+    assert not cache.is_recording and cache._calls == []
+    assert cache.get_seq_length() == written.shape[1] - 1
+
+
 def test_columns_can_be_taken_back_from_any_call() -> None:
     ids = tokens(2, 12)
     whole = MODEL(ids).logits

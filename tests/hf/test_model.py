@@ -216,6 +216,17 @@ def test_packed_rows_do_not_see_each_other(options: dict[str, bool]) -> None:
     assert_close("loss", found.loss, expected, 1e-6)  # transformers takes losses in fp32
 
 
+def test_padding_on_either_side_has_the_same_loss() -> None:
+    """Its logits are zero, and would score the first token after it."""
+    model = twin(make(SMALL))
+    batches = [padded(prompts(), side) for side in ("left", "right")]
+    left, right = (
+        model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        for ids, mask in batches
+    )
+    assert_close("loss", left, right, 1e-6)  # transformers takes losses in fp32
+
+
 def test_positions_of_whole_rows_say_nothing_new() -> None:
     model, ids = twin(make(SMALL)), tokens(2, 6)
     expected = model(ids).logits

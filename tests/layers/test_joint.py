@@ -323,6 +323,17 @@ def test_a_layer_compiles_to_one_graph(backend: str) -> None:
         assert_close("gradient", actual, other, EXACT)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3)])
+def test_inference_compiles_to_one_graph(shape: tuple[int, int]) -> None:
+    """Of a single row too, whose weights are otherwise looked for side by side."""
+    torch._dynamo.reset()
+    model, ids = make(config(MIXERS["gdn2"], MIXERS["attention"])), tokens(*shape)
+    lay_side_by_side(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert_close("logits", compiled(ids).logits, model(ids).logits, EXACT)
+
+
 @pytest.mark.parametrize(("other", "checkpointed"), [("attention", False), ("kda", True)])
 def test_blocks_compile_to_one_graph_each(
     other: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """The operator under torch.compile, on meta tensors, and what it counts as work."""
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.flop_counter import FlopCounterMode
 
 from gdn2 import gated_delta_rule, gated_delta_step
+from gdn2.ops.attention import attention
 from gdn2.ops.chunk_op import chunk_forward
 from gdn2.ops.family import kda
 from gdn2.ops.flops import rule_backward_flops
@@ -140,6 +142,22 @@ def test_lengths_do_not_recompile_the_family(model: Any) -> None:
         for actual, expected in zip(compiled(x), model(x), strict=True):
             assert torch.equal(actual, expected)
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8])
+def test_sizes_may_be_unknown(length: int) -> None:
+    """Also those that gates and heads share."""
+    torch._dynamo.reset()
+    x = torch.rand(2, length, 2, 4)
+    compile_ = partial(torch.compile, fullgraph=True, dynamic=True, backend="eager")
+    runs: list[tuple[Any, Any]] = [
+        (lambda *a: gated_delta_rule(*a)[0], (x, x, x, -x, x, x)),
+        (lambda *a: gated_delta_rule(*a, backend="reference")[0], (x, x, x, -x, x)),
+        (lambda *a: attention(*a)[0], (x, x, x)),
+        (lambda *a: attention(*a)[0], (x, x[:, :, :1], x[:, :, :1])),
+    ]
+    for run, given in runs:
+        assert torch.equal(compile_(run)(*given), run(*given))
 
 
 @pytest.mark.parametrize("inplace", [False, True])

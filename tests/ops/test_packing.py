@@ -7,8 +7,10 @@ from gdn2.ops.packing import (
     check_cu_seqlens,
     check_operand,
     moved_offsets,
+    multiplied_offsets,
     positions,
     sequence_ids,
+    sequence_lengths,
 )
 
 CPU = torch.device("cpu")
@@ -98,6 +100,27 @@ def test_offsets_are_checked_before_they_are_moved(monkeypatch: pytest.MonkeyPat
     for bad in (moved, offsets([2, 2])):
         with pytest.raises(ValueError, match=r"cu_seqlens (falls from 9|ends at 4)"):
             moved_offsets(bad, 5, CPU)
+
+
+def test_offsets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are written to; nor are those made of them."""
+    given = offsets([2, 0, 3])
+    check_cu_seqlens(given, 1, 5, CPU)
+    tripled = multiplied_offsets(given, 3, 5)
+    assert multiplied_offsets(given, 1, 5) is given
+    with monkeypatch.context() as context:
+        context.setattr(Tensor, "tolist", lambda _: pytest.fail("read again"))
+        assert sequence_lengths(given, 1, 5) == [2, 0, 3]
+        check_cu_seqlens(tripled, 1, 15, CPU)
+        assert sequence_lengths(tripled, 1, 15) == [6, 0, 9]
+    assert tripled.tolist() == [0, 6, 6, 15]
+    given[1] = 1
+    assert sequence_lengths(given, 1, 5) == [1, 1, 3]
+    with torch.inference_mode():
+        unversioned = offsets([2, 2])
+        assert sequence_lengths(unversioned, 1, 4) == [2, 2]
+        unversioned[1] = 1
+        assert sequence_lengths(unversioned, 1, 4) == [1, 3]
 
 
 @pytest.mark.gpu
