@@ -17,6 +17,7 @@ def _operator(name: str, about: str, options: str) -> Figure:
     return Figure(name, about, 2, (f"operator --peers --seconds 0.3 {options}",))
 
 
+COLD = "first-call"  # whose steps are no speeds
 _USUAL = "--shape 4x4096x16x128x128"
 _TIMED = "--peers --weights bf16,fp32 --no-recompute --steps 5"
 _HYBRIDS = ("mamba2", "gdn", "kda", "mamba3-siso")
@@ -47,7 +48,7 @@ FIGURES = {
         ),
         Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),
         Figure(
-            "first-call",
+            COLD,
             "The first call and the first training step, nothing compiled",
             3,
             (

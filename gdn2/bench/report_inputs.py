@@ -1,15 +1,17 @@
 """What the paths given to `gdn2 report` hold: runs, evaluations, training speeds and synthetic grids."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gdn2.bench.documented import COLD
 from gdn2.bench.figures import FORMAT as FIGURES
 from gdn2.bench.figures import read as read_figures
 from gdn2.bench.synthetic import FORMAT as SYNTHETIC
 from gdn2.bench.synthetic import Cell
 from gdn2.bench.synthetic_report import JSON_FILE as GRID_FILE
+from gdn2.bench.trainers import TWIN
 from gdn2.evals.report.evaluation import Evaluation, read_evaluation
 from gdn2.evals.results import FORMAT as RESULTS
 from gdn2.evals.run import RESULTS as RESULTS_FILE
@@ -40,6 +42,7 @@ class Speed:
     shape: str
     tokens_per_second: float
     machine: str
+    kept: bool  # whether factors were kept for the backward, where it is ours
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,26 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
         elif _is_training_bench(record):
             speeds += _speeds(record["result"], file)
         elif record.get("format") == FIGURES:
-            taken = (data for one in read_figures(file).values() for data in one["data"])
+            figures = read_figures(file)
+            taken = (data for name, one in figures.items() if name != COLD for data in one["data"])
             for data in filter(_is_training_bench, taken):
                 speeds += _speeds(data["result"], file)
         else:
             expected = "results of gdn2 eval, gdn2 bench training or figures, or gdn2 synthetic"
             raise ValueError(f"{file}: got another file, expected {expected}")
+    _check_once(speeds)
     return Inputs(tuple(runs), tuple(evaluations), tuple(speeds), tuple(grids))
+
+
+def _check_once(speeds: Sequence[Speed]) -> None:
+    """Of two speeds of one model nobody could say which is shown."""
+    seen: set[Speed] = set()
+    for speed in speeds:
+        about = replace(speed, tokens_per_second=0.0)
+        if about in seen:
+            what = f"{speed.preset}, {speed.variant} at {speed.shape} on {speed.machine}"
+            raise ValueError(f"speeds: got two of {what}, expected one")
+        seen.add(about)
 
 
 def _run(folder: Path) -> Run:
@@ -115,11 +131,17 @@ def _speeds(result: Mapping[str, Any], file: Path) -> list[Speed]:
     try:
         machine = result["machine"]
         name = machine["gpus"][0]["name"] if machine["gpus"] else machine["cpu"]
-    except (KeyError, TypeError):
+        keeps = not result.get("plan", {}).get("recompute", True)
+    except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file}: got no machine with its gpus, expected one") from None
-    kept = [field.name for field in fields(Speed) if field.name != "machine"]
+    own = [field.name for field in fields(Speed) if field.name not in ("machine", "kept")]
+
+    def about(row: Mapping[str, Any]) -> dict[str, Any]:
+        kept = keeps and row.get("variant") != TWIN  # which has its own way
+        return {key: row.get(key) for key in own} | {"machine": name, "kept": kept}
+
     return [
-        _read(Speed, {key: row.get(key) for key in kept} | {"machine": name}, file)
+        _read(Speed, about(row), file)
         for row in result["rows"]
         if row.get("tokens_per_second") is not None
     ]

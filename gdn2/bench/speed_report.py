@@ -37,12 +37,12 @@ def paper_curves() -> list[Curve]:
 
 def own_curves(speeds: Sequence[Speed]) -> dict[str, list[Curve]]:
     """Ours at the figure's shapes, by machine."""
-    known = {(s.machine, s.preset, s.variant, s.shape): s.tokens_per_second for s in speeds}
+    known = {(s.machine, s.preset, s.variant, s.kept, s.shape): s.tokens_per_second for s in speeds}
     found: dict[str, list[Curve]] = {}
-    for own in dict.fromkeys(key[:3] for key in known if key[3] in SHAPES):
-        machine, name, variant = own
+    for own in dict.fromkeys(key[:4] for key in known if key[4] in SHAPES):
+        machine, name, variant, kept = own
         curve = tuple(known.get((*own, shape)) for shape in SHAPES)
-        label = f"{name}, {variant}"
+        label = f"{name}, {variant}" + ", factors kept" * kept
         found.setdefault(machine, []).append(Curve(name, variant, label, curve))
     return found
 

@@ -20,7 +20,7 @@ from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
 from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
 from gdn2.models.presets import FAMILIES
-from gdn2.models.run_folder import read_metrics
+from gdn2.models.run_folder import METRICS, Line, read_metrics
 from gdn2.ops.arguments import require
 from gdn2.training.config import (
     BatchSection,
@@ -34,7 +34,7 @@ from gdn2.training.config import (
     ValidationSection,
 )
 from gdn2.training.faults import TrainingError
-from gdn2.training.loop import train
+from gdn2.training.loop import check_numbers, train
 from gdn2.training.run_file import WRITTEN, check_same_run
 
 FORMAT = "gdn2 synthetic 1"
@@ -166,7 +166,10 @@ def _learn(cell: Cell, configs: list[RunConfig]) -> tuple[Cell, str | None]:
                 end = train(config)
                 if end.stopped_by is not None:
                     return cell, end.stopped_by
-                accuracy = end.validation["validation_accuracy"]
+                check_numbers(end)
+                accuracy = end.validation.get("validation_accuracy")
+                if accuracy is None:  # finished before, and nobody knows any more what it found
+                    raise TrainingError(f"{end.folder}: no {METRICS}; delete it to train again")
         except TrainingError as reason:
             cell = replace(cell, failure=str(reason))
             continue
@@ -176,14 +179,18 @@ def _learn(cell: Cell, configs: list[RunConfig]) -> tuple[Cell, str | None]:
 
 
 def known_accuracy(config: RunConfig) -> float | None:
-    """What a finished run found at its end; None if it is not finished."""
+    """What a finished run found at its end; None if it is not finished, an error where that is no number."""
     folder = Path(config.run.dir)
     if not (folder / WRITTEN).exists():
         return None
     check_same_run(config, folder)
     lines = read_metrics(folder)
-    is_finished = bool(lines) and lines[-1]["step"] == config.steps
-    return lines[-1]["validation_accuracy"] if is_finished else None
+    last: Line = lines[-1] if lines else {}
+    if last.get("step") != config.steps:
+        return None
+    if last.get("validation_loss") is None or "validation_accuracy" not in last:
+        raise TrainingError(f"{folder}: no validation by numbers at the end")
+    return float(last["validation_accuracy"])
 
 
 def run_configs(
@@ -195,7 +202,7 @@ def run_configs(
     tokens = grid.rows * problem.length
     for rate in grid.rates:
         yield RunConfig(
-            run=RunSection(dir=str(folder / problem.name.replace(" ", "-") / f"{model}-{rate:g}")),
+            run=RunSection(dir=str(folder / problem.name.replace(" ", "-") / f"{model}-{rate}")),
             model=ModelConfig(
                 hidden_size=WIDTH,
                 intermediate_size=2 * WIDTH,

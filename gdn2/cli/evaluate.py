@@ -87,13 +87,17 @@ def evaluate(
         tokenizer_name=tokenizer,
         batch_size=read_size(batch_size),
     )
+    if heat_map is not None and (from_requests or save_requests):
+        given = "--from-requests" if from_requests else "--save-requests"
+        raise ValueError(f"heat map: got {heat_map} beside {given}, which has no results to draw")
     with AnswerBar(Console(stderr=True)) as bar:
         if from_requests is not None:
             count = run.answer_requests(subject, from_requests, out, bar.show)
             typer.echo(f"{out / run.ANSWERS}: {count:,} requests are answered")
             return
         carried = (CARRIED,) if carry_state else ()
-        names = tasks_of(suite or (), [*filter(None, tasks.split(",")), *carried])
+        asked = filter(None, map(str.strip, tasks.split(",")))
+        names = tasks_of(suite or (), [*asked, *carried])
         check_heat_map(names, heat_map)
         sources = Sources(data=data, essays=essays, lengths=read_lengths(lengths), window=window)
         if save_requests is not None:

@@ -89,7 +89,7 @@ def prepare(
             if not is_finished(out, settings):
                 _write_shards(out, settings, coder, parts, workers, skip_bad, report)
     except OSError as reason:
-        said = f"{reason.filename or out}: {reason.strerror}"
+        said = f"{reason.filename or out}: {reason.strerror or reason}"
         raise ValueError(f"{said}; finished shards are kept, the same command goes on") from None
     size, done = sum(part.size for part in parts), TokenFolder(out)
     return Progress(size, size, done.documents, done.tokens, done.skipped)

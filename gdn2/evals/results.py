@@ -74,14 +74,16 @@ class Results:
         self.path = path
         older = read_json(path) if path.exists() else {}
         model = dict(answers.model)
-        kept = older if older.get("model") == model else {}
+        if older and older.get("model") != model:
+            expected = "none or this model's; choose another folder for it"
+            raise ValueError(f"{path}: got results of another model, expected {expected}")
         self.record: dict[str, Any] = {
             "format": FORMAT,
             "name": name,
             "model": model,
             "config": answers.config,
             "libraries": libraries(),
-            "tasks": kept.get("tasks", {}),
+            "tasks": older.get("tasks", {}),
             "skipped": {},
             "failed": {},
             "columns": {},

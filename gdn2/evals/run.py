@@ -125,14 +125,14 @@ def evaluate(
     answerer = Answerer(None if answers else subject, given, report)
     out.mkdir(parents=True, exist_ok=True)
     results = Results(out / RESULTS, given, subject.name)
-    results.record["protocol"] = {"limit": limit, **_plain(sources), "device": str(subject.device)}
+    asked = {**_plain(sources), "device": None if answers else str(subject.device)}
     for name in tasks:
         began = monotonic()
         try:
             job = make_job(name, sources)
             found = job.run(answerer, subject.tokenizer, limit)
             said = {"protocol": job.protocol, "limit": limit, "seconds": monotonic() - began}
-            results.add(name, {**found, **said})
+            results.add(name, {**found, **said, "asked": asked})
         except MissingDataError as reason:
             results.drop(name, "skipped", str(reason))
         except ValueError as reason:

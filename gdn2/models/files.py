@@ -47,7 +47,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     written = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        written.touch()
+        readers = (
+            written.stat().st_mode
+        )  # of any new file; the library lets nobody else read its own
         save_file(own, written, metadata)
+        written.chmod(readers)
         written.replace(path)
     finally:
         written.unlink(missing_ok=True)
@@ -70,6 +75,22 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
+def replace_file(path: Path, content: str) -> None:
+    """Write a file beside its place, all of it to the disk, and move it there; one that says the same stays."""
+    if path.is_file() and path.read_bytes() == content.encode():
+        return
+    written = path.with_name(f".{path.name}")
+    written.write_text(content)
+    to_disk(written)
+    written.replace(path)
+
+
+def to_disk(path: Path) -> None:
+    """What a power cut after this leaves of a file is all of it."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `path` at the end; a failure leaves what was there.
@@ -87,6 +108,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
+        for file in new.rglob("*"):
+            if file.is_file():
+                to_disk(file)
         if path.exists():
             path.rename(old)
         new.rename(path)

@@ -15,7 +15,7 @@ from gdn2.models.initialisation import parameter_value
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset, preset_names
 from gdn2.models.weights import read_weights, write_weights
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import require, whole
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL_TYPE, ARCHITECTURE = "gdn2", "Gdn2ForCausalLM"
@@ -49,13 +49,17 @@ def save_model(
     """
     path = Path(path)
     require(shard_bytes >= 1, "shard_bytes", shard_bytes, "at least 1")
-    require(isinstance(stop_ids, Iterable), "stop_ids", stop_ids, "a list of tokens")
+    listed = isinstance(stop_ids, Iterable) and not isinstance(stop_ids, str)
+    require(listed, "stop_ids", repr(stop_ids), "a list of tokens")
+    given, size = [whole("stop_ids", token) for token in stop_ids], model.config.vocab_size
+    for token in given:
+        require(0 <= token < size, "stop_ids", token, f"0 to {size - 1}, a token of the model")
     older = standing(path)
     _check_replaceable(older)
     copied = _tokenizer_files(older if tokenizer is None else Path(tokenizer))
     expected = "a tokenizer.json or .model, or a folder with one"
     require(tokenizer is None or bool(copied), "tokenizer", tokenizer, expected)
-    ends = list(stop_ids) or load_stop_ids(older)
+    ends = given or load_stop_ids(older)
     with new_folder(path) as folder:
         write_json(folder / CONFIG, _to_json(model))
         if ends:

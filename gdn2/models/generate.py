@@ -32,10 +32,12 @@ class Stop:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         listed = isinstance(self.ids, Iterable)
         require(listed, "ids", repr(self.ids), "a list of token ids")
-        for token in self.ids:
-            whole("ids", token)
-        listed = not isinstance(self.strings, str)
+        object.__setattr__(self, "ids", tuple(whole("ids", token) for token in self.ids))
+        listed = isinstance(self.strings, Iterable) and not isinstance(self.strings, str)
         require(listed, "strings", repr(self.strings), "a list of strings")
+        object.__setattr__(self, "strings", tuple(self.strings))
+        for string in self.strings:
+            require(isinstance(string, str), "strings", repr(string), "a list of strings")
         require("" not in self.strings, "strings", "an empty one", "at least one character each")
 
 

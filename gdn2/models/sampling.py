@@ -19,6 +19,8 @@ from gdn2.ops.arguments import require, whole
 STEP = -7046029254386353131
 FACTORS = (-4658895280553007687, -7723592293110705685)
 
+MOST_PENALTY = 1e6  # with logits of thousands still far from what fp32 holds
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -37,8 +39,9 @@ class Sampling:
             require(isinstance(value, Real), name, repr(value), "a number")
         if self.top_k is not None:
             whole("top_k", self.top_k)
-        above_zero = 0 < self.repetition_penalty < math.inf
-        require(above_zero, "repetition_penalty", self.repetition_penalty, "more than 0")
+        fits = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY
+        expected = f"{1 / MOST_PENALTY:g} to {MOST_PENALTY:g}"
+        require(fits, "repetition_penalty", self.repetition_penalty, expected)
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "at least 0")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "None or at least 1")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")

@@ -25,8 +25,9 @@ class TextStream:
         # Perhaps of bytes that are none of a character: nobody knows before one is whole.
         if text.endswith(UNFINISHED):
             return ""
-        # One token more than needed is kept: some tokenizers drop the space before the first one of a text.
-        self._recent = self._recent[self._settled :]
+        # Tokens with some text are kept before the next: some tokenizers drop the space at the beginning of a text.
+        if len(text) > len(before):
+            self._recent = self._recent[self._settled :]
         self._settled = len(self._recent)
         return self._checked(text[len(before) :])
 

@@ -56,7 +56,7 @@ def damage(path: Path, part: str = "") -> str | None:
     """What is wrong with a checkpoint, or with what lies in one folder of it; None if all is what was written."""
     try:
         expected = read_json(path / CHECKSUMS)
-    except ValueError as mistake:
+    except (ValueError, OSError) as mistake:
         return str(mistake)
     if not expected:  # every checkpoint has files
         return f"{CHECKSUMS} names no file"

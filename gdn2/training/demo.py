@@ -1,7 +1,7 @@
 """A small model from nothing in two minutes: trained, interrupted, resumed, drawn, and asked to write."""
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +27,8 @@ What to try next
 
 def demo(folder: Path, say: Callable[[str], None]) -> RunEnd:
     """Train the demo in a folder, resume it once, and show what came of it."""
-    config = load_config("demo", [f"run.dir={json.dumps(str(folder))}"])
+    config = load_config("demo", [])
+    config = replace(config, run=replace(config.run, dir=str(folder)))
     say(
         f"1. Train a hybrid Gated DeltaNet-2 on the source of Python's standard library, in {folder}"
     )

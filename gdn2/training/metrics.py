@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gdn2.models.files import replace_file
 from gdn2.models.run_folder import METRICS, Line, read_metrics
 
 
@@ -23,11 +24,9 @@ class Metrics:
         self._board: Any = None
         if folder is None:
             return
-        path, part = folder / METRICS, folder / f".{METRICS}"
         kept = [line for line in read_metrics(folder) if line["step"] <= after]
-        part.write_text("".join(map(_written, kept)))
-        part.replace(path)
-        self._file = path.open("ab", buffering=0)
+        replace_file(folder / METRICS, "".join(map(_written, kept)))
+        self._file = (folder / METRICS).open("ab", buffering=0)
         self._board = _board(folder, after) if tensorboard else None
 
     def __enter__(self) -> "Metrics":

@@ -43,6 +43,12 @@ def smoothed(drawn: Curve) -> Curve:
     return places, [sum(values[a : i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
 
 
+def _label(run: Path) -> str:
+    """A run's name as it is: no formula, and none of those that legends leave out."""
+    name = run.resolve().name.replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
     """Draw the runs into a file, a panel for each quantity; dots are validation."""
     check_plot(runs, file)
@@ -54,7 +60,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
             lines, colour = read_metrics(run), f"C{i % 10}"
             raw = curve(lines, name)
             axes.plot(*raw, color=colour, alpha=0.25, lw=0.7)
-            axes.plot(*smoothed(raw), color=colour, lw=1.5, label=run.name)
+            axes.plot(*smoothed(raw), color=colour, lw=1.5, label=_label(run))
             if name == "loss":
                 axes.plot(*curve(lines, "validation_loss"), "o", color=colour, ms=4)
         axes.set_title(f"{title} (dots: validation)" if name == "loss" else title)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gdn2.data.content import digests
 from gdn2.layers.plain import from_plain, nearest, to_plain
-from gdn2.models.files import read_json, write_json
+from gdn2.models.files import read_json, replace_file
 from gdn2.models.presets import preset
 from gdn2.ops.arguments import require
 from gdn2.training.config import RunConfig
@@ -56,9 +56,7 @@ def config_from(table: dict[str, Any]) -> RunConfig:
 def write_config(config: RunConfig, folder: Path) -> None:
     """Write down what a run was started with; the config first, by which a folder is known as a run's after a kill."""
     for name, record in ((WRITTEN, to_plain(config)), (DIGESTS, digests(config.data))):
-        part = folder / f".{name}"
-        write_json(part, record)
-        part.replace(folder / name)
+        replace_file(folder / name, json.dumps(record, indent=2) + "\n")
 
 
 def is_run(folder: Path) -> bool:
@@ -97,8 +95,8 @@ def _read(file: Path) -> dict[str, Any]:
     if file.suffix == ".json":
         return read_json(file)
     try:
-        return tomllib.loads(file.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as reason:
         raise ValueError(f"{file}: got {reason}, expected TOML") from None
 
 
@@ -122,7 +120,7 @@ def _value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

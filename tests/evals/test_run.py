@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_results_say_whose_they_are_and_how_they_were_found(place: Path) -> None
     perplexities = [record["tasks"][n]["metrics"]["word_perplexity"] for n in ("wikitext", CARRIED)]
     assert perplexities[0] != perplexities[1]
     assert record["columns"]["Wiki. ppl"] == perplexities[0]
+    asked = {task["asked"]["window"] for task in record["tasks"].values()}
+    assert asked == {sources(place).window}
+    other = evaluate(subject(place), ["boolq"], replace(sources(place), window=9), place / "out")
+    assert other["tasks"]["boolq"]["asked"]["window"] == 9
+    assert other["tasks"]["wikitext"] == record["tasks"]["wikitext"]
     assert seen[-1] == Progress("wikitext", 2, 2)
     assert [p.done for p in seen if p.task == "boolq"] == [0, 1, 2, 3, 4]
 

@@ -158,6 +158,18 @@ def test_what_cannot_be_trained_is_a_cell_with_the_reason(
     assert other.accuracy is not None
 
 
+def test_a_model_without_numbers_is_no_result(tmp_path: Path) -> None:
+    """Nor when it is read again, nor where nobody knows any more what a finished one has found."""
+    grid = small(rates=(1e30,), steps=4)
+    for expected in ("validation_loss is nan", "no validation by numbers at the end"):
+        (cell,) = run("tiny", grid, tmp_path, "cpu").cells
+        assert cell.accuracy is None and cell.failure is not None and expected in cell.failure
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    metrics.unlink()
+    (cell,) = run("tiny", grid, tmp_path, "cpu").cells
+    assert cell.failure is not None and "delete it to train again" in cell.failure
+
+
 def test_the_best_rate_counts(trainer: Trainer, tmp_path: Path) -> None:
     singles = {
         rate: run("tiny", small(rates=(rate,), steps=30), tmp_path, "cpu").cells[0].accuracy

@@ -263,10 +263,28 @@ def test_what_is_wrong_is_said(
     assert "\n" not in str(caught.value)
 
 
-def test_one_stop_is_given_in_a_list(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^stop_ids: got 2, expected a list of tokens$"):
-        save_model(LanguageModel(SMALL), tmp_path / "m", stop_ids=2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("stops", "message"),
+    [
+        (2, "got 2, expected a list of tokens"),
+        ("ab", "got 'ab', expected a list of tokens"),
+        ([1.5], r"got 1\.5, expected an integer"),
+        ([9999], "got 9999, expected 0 to [0-9]+, a token of the model"),
+        ([-1], "got -1, expected 0 to [0-9]+, a token of the model"),
+    ],
+)
+def test_stops_that_are_none_of_the_model_are_refused(
+    tmp_path: Path, stops: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^stop_ids: {message}$"):
+        save_model(LanguageModel(SMALL), tmp_path / "m", stop_ids=stops)
     assert not (tmp_path / "m").exists()
+
+
+def test_others_may_read_weights_as_any_file(tmp_path: Path) -> None:
+    save_model(LanguageModel(SMALL), tmp_path / "m", stop_ids=torch.tensor([1]))
+    assert len({file.stat().st_mode for file in (tmp_path / "m").iterdir()}) == 1
+    assert load_stop_ids(tmp_path / "m") == [1]
 
 
 def test_devices_that_hold_nothing_are_refused(tmp_path: Path) -> None:

@@ -171,6 +171,11 @@ def letters(ids: list[int]) -> str:
     return "".join(chr(ord("a") + i) for i in ids)
 
 
+def test_stops_may_come_from_anywhere() -> None:
+    stop = Stop(ids=(i for i in (1, 2)), strings=(s for s in "ab"))  # type: ignore[arg-type]
+    assert (stop.ids, stop.strings) == ((1, 2), ("a", "b"))
+
+
 def test_strings_end_a_row_and_are_not_in_its_text(model: LanguageModel) -> None:
     rows, stop = prompts(*RAGGED), Stop(max_tokens=12)
     free = generate(model, rows, stop=stop, decode=letters, seed=6)
@@ -226,6 +231,17 @@ def test_a_space_before_a_word_is_kept() -> None:
 
     out = TextStream(decoded)
     assert [out.push(i) for i in (1, 2, 3)] == ["w1", " w2", " w3"]
+
+
+def test_a_space_after_what_has_no_text_is_kept() -> None:
+    """Such as a token between two documents."""
+
+    def decoded(ids: list[int]) -> str:
+        return "".join(f" w{i}" if i else "" for i in ids).removeprefix(" ")
+
+    ids = [0, 1, 0, 0, 2, 3, 0]
+    out = TextStream(decoded)
+    assert "".join(map(out.push, ids)) + out.finish() == decoded(ids) == "w1 w2 w3"
 
 
 @pytest.mark.parametrize("cell", [(DELTA,), (DELTA, MIXERS["window"])], ids=["recurrent", "hybrid"])
@@ -298,6 +314,8 @@ loose_stop: Any = Stop
         ),
         (lambda m: Stop(max_tokens=0), r"^max_tokens: got 0, expected at least 1$"),
         (lambda m: Stop(strings="end"), r"^strings: got 'end', expected a list of strings$"),
+        (lambda m: Stop(strings=["a", 5]), r"^strings: got 5, expected a list of strings$"),  # type: ignore[list-item]
+        (lambda m: Stop(strings=None), r"^strings: got None, expected a list of strings$"),  # type: ignore[arg-type]
         (lambda m: Stop(strings=[""]), r"^strings: got an empty one, expected at least one"),
         (
             lambda m: go_on(m, prefill(m, [[1]]), sampling=WARM),

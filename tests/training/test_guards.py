@@ -15,7 +15,7 @@ from gdn2.data.prepare import prepare
 from gdn2.data.synthetic import ParityConfig
 from gdn2.layers.plain import to_plain
 from gdn2.models.config import ModelConfig
-from gdn2.models.files import write_json
+from gdn2.models.files import replace_file
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import read_metrics
 from gdn2.training import demo, loop, run_file
@@ -58,13 +58,13 @@ def test_a_finished_model_is_not_trained_over(tmp_path: Path) -> None:
 def test_a_run_killed_at_its_first_file_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(file: Path, record: dict[str, Any]) -> None:
+    def killed(file: Path, content: str) -> None:
         if len([*tmp_path.glob("*.json")]) == 1:
             raise KeyboardInterrupt
-        write_json(file, record)
+        replace_file(file, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_file, "write_json", killed)
+        patch.setattr(run_file, "replace_file", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config(tmp_path))
     assert [file.name for file in tmp_path.glob("*.json")] == ["config.json"]
