@@ -112,7 +112,7 @@ class ParquetFile(File):
                     where = f"{self.path}, row {number + 1}"
                     read = self.size * (number + 1) // file.metadata.num_rows
                     yield _item(number, read, where, self._text, value)
-        except (arrow.ArrowException, OSError) as reason:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as reason:
             if isinstance(reason, OSError) and reason.errno is not None:
                 raise  # the disk's, and not the library's word for bytes that it cannot read
             line = " ".join(str(reason).split())

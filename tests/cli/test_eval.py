@@ -122,6 +122,28 @@ def test_a_mistake_is_one_line(options: list[str], message: str, place: Path) ->
     assert said.startswith(message)
 
 
+def test_results_of_another_model_stay(place: Path) -> None:
+    first, other = place / "first", place / "other"
+    assert run(place, "--out", first, "--tasks", "boolq").exit_code == 0
+    before = (first / "results.json").read_text()
+    answers = other / "answers.jsonl"
+    assert run(place, "--out", other, "--tasks", "boolq").exit_code == 0
+    head, *lines = answers.read_text().splitlines()
+    changed = json.loads(head)
+    changed["model"]["step"] = 7
+    answers.write_text("\n".join([json.dumps(changed), *lines]) + "\n")
+    result = run(place, "--out", first, "--tasks", "boolq", "--answers", answers)
+    assert result.exit_code == 2
+    assert "first/results.json: got results of another model, expected none or" in result.stderr
+    assert (first / "results.json").read_text() == before
+
+
+def test_a_picture_of_nothing_is_refused(place: Path) -> None:
+    result = run(place, "--suite", "niah", "--save-requests", place / "r.gz", "--heat-map", "a.png")
+    assert result.exit_code == 2
+    assert "a.png beside --save-requests, which has no results to draw" in result.stderr
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(place: Path) -> None:
     result = run(place, "--tasks", "boolq", "--out", place / "tokenizer.json")
     assert result.exit_code == 2

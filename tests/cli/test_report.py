@@ -143,6 +143,21 @@ def test_files_that_are_wrong_are_one_line(content: str, message: str, tmp_path:
     assert not out.exists()
 
 
+def test_two_speeds_of_one_model_are_refused(tmp_path: Path) -> None:
+    """Those with recomputed and with kept factors are two."""
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    for file, recompute in zip(files, (True, False, False), strict=True):
+        record = bench(("gdn2-1.3b-hybrid", "4x4096", 1.0))
+        record["result"]["plan"] = {"recompute": recompute}
+        file.write_text(json.dumps(record))
+    out = tmp_path / "out"
+    assert gdn2("report", *files[:2], "--out", out).exit_code == 0
+    assert (out / "report.md").read_text().count("factors kept") == 1
+    result = gdn2("report", *files, "--out", out)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: speeds: got two of gdn2-1.3b-hybrid, ")
+
+
 def test_folders_that_are_wrong_are_one_line(run: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -242,6 +242,11 @@ def flip(path: Path) -> None:
     file.write_bytes(data)
 
 
+def folder_for_sums(path: Path) -> None:
+    (path / "checksums.json").unlink()
+    (path / "checksums.json").mkdir()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "__0_0.distcp other than it was written"),
     "flipped": (flip, "model.safetensors other than it was written"),
@@ -250,6 +255,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty sums": (
         lambda path: (path / "checksums.json").write_text("{}"),
         "checksums.json names no file",
+    ),
+    "sums that are no file": (
+        folder_for_sums,
+        "checksums.json",
     ),
     "half the sums": (
         lambda path: (path / "checksums.json").write_text('{"extra.json":'),

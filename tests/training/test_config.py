@@ -8,7 +8,7 @@ import pytest
 
 from gdn2.models.presets import preset
 from gdn2.training.config import RunConfig
-from gdn2.training.embedded import config_names
+from gdn2.training.embedded import CONFIGS, config_names
 from gdn2.training.run_file import (
     check_same_run,
     config_from,
@@ -146,6 +146,11 @@ def test_unknown_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[run\n")
     with pytest.raises(ValueError, match=r"c.toml: got .*, expected TOML"):
         load_config(tmp_path / "c.toml")
+    with pytest.raises(ValueError, match=r"^data\."):
+        load_config("demo", ["data=" + 20_000 * "["])
+    text = (CONFIGS / "demo.toml").read_text()
+    (tmp_path / "c.toml").write_text(text, encoding="utf-8-sig")  # as some editors save it
+    assert load_config(tmp_path / "c.toml") == load_config("demo")
 
 
 def written(tmp_path: Path) -> RunConfig:

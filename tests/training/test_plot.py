@@ -1,5 +1,7 @@
 """The picture of runs."""
 
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,15 @@ def test_a_picture_of_several_runs(run: Path, tmp_path: Path) -> None:
     plot_runs([run, run], file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert file.stat().st_size > 20_000
+
+
+def test_names_of_runs_are_no_formulas(run: Path, tmp_path: Path) -> None:
+    """And none is left out of the legend."""
+    pytest.importorskip("matplotlib")
+    others = [shutil.copytree(run, tmp_path / name) for name in (r"$\foo$", "_a")]
+    with warnings.catch_warnings(action="error"):
+        plot_runs(others, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 20_000
 
 
 def test_what_cannot_be_drawn_is_named(run: Path, tmp_path: Path) -> None:
