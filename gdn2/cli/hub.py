@@ -24,7 +24,7 @@ def import_checkpoint(
     checkpoint: Annotated[
         Path, typer.Argument(help="A .pth or .safetensors file, or a folder of the latter.")
     ],
-    folder: Annotated[Path, typer.Argument(help="Where to write the model's folder.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write; a new folder.")],
     output_gate: Annotated[
         Gate | None,
         typer.Option(help="silu in the released code, sigmoid in fla; the file does not say."),
@@ -47,6 +47,7 @@ def import_checkpoint(
     from gdn2.models.folder import save_model
     from gdn2.ops.arguments import require
 
+    require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
     own = None if tokenizer is None else load_tokenizer(tokenizer)
     unsaid = Unsaid(
         output_gate=None if output_gate is None else output_gate.value,

@@ -273,6 +273,11 @@ def test_the_command_writes_a_model_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--output-gate", "sigmoid"])
     assert done.exit_code == 0, done.output
     assert f"wrote {tmp_path / 'm'}" in done.output
+    refused = CliRunner().invoke(app, [*command, "--output-gate", "silu"])
+    assert refused.exit_code == 2
+    assert (
+        f"error: folder: got {tmp_path / 'm'}, which exists, expected a new one" in refused.output
+    )
     assert_same(gdn2.load(tmp_path / "m"), model)
 
 
