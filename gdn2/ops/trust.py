@@ -64,8 +64,8 @@ def write_at_once(file: Path, content: bytes) -> None:
 def verdict_file() -> Path:
     """`gdn2/kernels.json` in the user's cache folder.
 
-    Besides torchrun's variables the one place where the package looks at the environment: what is known of a GPU belongs
-    to the machine, and no argument of a call could carry it there.
+    Besides torchrun's variables the one place where the package looks at the environment: what is known of a GPU
+    belongs to the machine, and no argument of a call could carry it there.
     """
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdn2" / "kernels.json"
