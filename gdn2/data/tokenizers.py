@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,6 +111,16 @@ class ByteTokenizer:
         own.save(str(folder / JSON))
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """The library says what it cannot encode by an exception of no kind."""
+    try:
+        yield
+    except Exception as reason:
+        line = " ".join(str(reason).split())
+        raise ValueError(f"{name}: got {line}, expected one that encodes any text") from None
+
+
 class JsonTokenizer:
     """A tokenizer of the library tokenizers, from its tokenizer.json."""
 
@@ -139,10 +150,12 @@ class JsonTokenizer:
         return self._inner.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text).ids[: -len(self._added[1]) or None]
+        with _named(self.name):
+            return list(self._inner.encode(text).ids[: -len(self._added[1]) or None])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        coded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _named(self.name):
+            coded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in coded]
 
     def decode(self, ids: Sequence[int]) -> str:

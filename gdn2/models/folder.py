@@ -83,7 +83,7 @@ def load_model(
     """
     folder = standing(Path(path))
     config = load_config(folder)
-    where = torch.get_default_device() if device is None else torch.device(device)
+    where = torch.get_default_device() if device is None else find_device(device)
     here = where.type != "meta" and (where.type != "cuda" or torch.cuda.is_available())
     require(here, "device", where, "one that is here and holds values")
     with torch.device("meta"):
@@ -95,6 +95,15 @@ def load_model(
             found[name] = parameter_value(name, torch.Size(shape), config, seed=0).to(where)
     model.load_state_dict(found, assign=True)
     return model if dtype is None else model.cast(dtype)
+
+
+def find_device(device: torch.device | str) -> torch.device:
+    """The device; of a CPU there is one, whatever number it is given."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device: got {device!r}, expected cpu or cuda") from None
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def load_config(path: str | Path) -> ModelConfig:

@@ -102,7 +102,10 @@ def cumulative_rotation(
 
 
 def _running_sum(steps: Tensor, initial: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the cumulative sum over the tokens of each sequence, from its row of `initial`."""
+    """Return the cumulative sum over the tokens of each sequence, from its row of `initial`.
+
+    Lengths of packed ones must be known, which breaks a compiled graph.
+    """
     if cu_seqlens is None:
         return initial.unsqueeze(1) + steps.cumsum(dim=1)
     # One sum per sequence: differences of a sum over all would carry rounding, and one sequence's

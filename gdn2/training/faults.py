@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -48,7 +49,8 @@ class StopRequest:
         return self.by is not None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        if current_thread() is main_thread():  # no other may
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

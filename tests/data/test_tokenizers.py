@@ -117,6 +117,16 @@ def test_mistakes_are_named(tmp_path: Path, name: str, content: str | None, mess
         load_tokenizer(tmp_path / name)
 
 
+def test_a_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
+    """The library has no kind of exception for it."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    coder = load_tokenizer(tmp_path)
+    for call in (lambda: coder.encode("b"), lambda: coder.encode_texts(["a", "b"])):
+        with pytest.raises(ValueError, match=r"^tokenizer\.json: got .*UNK.*, expected one that"):
+            call()
+
+
 def test_a_damaged_sentencepiece_model_is_named(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     for content in ("x", ""):

@@ -291,6 +291,9 @@ def test_devices_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     save_model(LanguageModel(SMALL), tmp_path / "m")
     with pytest.raises(ValueError, match=r"^device: got meta, expected one that is here and holds"):
         load_model(tmp_path / "m", device="meta")
+    with pytest.raises(ValueError, match=r"^device: got 'tpu', expected cpu or cuda$"):
+        load_model(tmp_path / "m", device="tpu")
+    assert load_model(tmp_path / "m", device="cpu:0").head.weight.device == torch.device("cpu")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

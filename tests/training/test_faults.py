@@ -3,6 +3,7 @@
 import math
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_hooks_of_a_diagnosis_are_taken_off(world: World) -> None:
     own = model()
     diagnose(own, batch(), BAD, world)
     assert not any(block._forward_hooks for block in own.blocks)
+
+
+def test_other_threads_may_train() -> None:
+    """Where no handlers of signals may be set."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def enter() -> bool:
+        with StopRequest() as request:
+            return bool(request)
+
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(enter).result() is False
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
