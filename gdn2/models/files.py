@@ -48,9 +48,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     try:
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         written.touch()
-        readers = (
-            written.stat().st_mode
-        )  # of any new file; the library lets nobody else read its own
+        # That of any new file; the library lets nobody else read its own.
+        readers = written.stat().st_mode
         save_file(own, written, metadata)
         written.chmod(readers)
         written.replace(path)
