@@ -74,9 +74,8 @@ def check_widths(
         require(w.shape[2] == value_heads, "w", f"{w.shape[2]} heads", f"v's {value_heads} heads")
     for name, gate, width in (("g", g, key_width), ("b", b, key_width), ("w", w, value_width)):
         if gate is not None:
-            fits = (
-                gate.shape[3] == 1 or gate.shape[3] == width
-            )  # `in` fails where a compiler has no numbers
+            # `in` fails where a compiler has no numbers
+            fits = gate.shape[3] == 1 or gate.shape[3] == width
             require(fits, name, f"width {gate.shape[3]}", f"width {width} or 1")
 
 

@@ -85,7 +85,6 @@ template <bool FULL> DEVICE Pair4 token_factors(
     const i64 at = chunk.index * (C * D * 2) + stored_at<C>(place.token(i), channel);
     float since[DECAYS], K[8], x[8], y[8];
     bool deep = false;
-
     unpack(K, inputs[1]);
     unpack(x, inputs[0]);
 #pragma unroll
