@@ -40,8 +40,8 @@ def own_folder(config: RunConfig, world: World) -> Iterator[None]:
     folder = Path(config.run.dir)
 
     def enter() -> None:
-        check_ours(folder)
         try:
+            check_ours(folder)
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         except OSError as reason:
             raise _unwritable(reason) from None

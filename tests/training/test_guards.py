@@ -55,6 +55,13 @@ def test_a_finished_model_is_not_trained_over(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in kept} == kept
 
 
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^run.dir: got .*name too long.*, expected a folder to w"
+    ):
+        train(config(tmp_path / ("a" * 300)))
+
+
 def test_a_run_killed_at_its_first_file_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
