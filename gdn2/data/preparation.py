@@ -8,12 +8,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from gdn2.data.byte_tokenizer import JSON
 from gdn2.data.locking import locked
 from gdn2.data.shard_writer import PARTIAL, write_json
 from gdn2.data.shards import INDEX, Shard, read_index
 from gdn2.data.sources import Place
 from gdn2.data.tokenizer_config import CONFIG
-from gdn2.data.tokenizers import JSON, SENTENCEPIECE
+from gdn2.data.tokenizers import SENTENCEPIECE
 
 START = Place(0, 0)
 PROGRESS = "progress.json"

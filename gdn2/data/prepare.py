@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gdn2.data.byte_tokenizer import BYTES
 from gdn2.data.encoding import encode_in_order
 from gdn2.data.parts import Part
 from gdn2.data.preparation import Record, is_finished, own_folder
 from gdn2.data.shard_writer import ShardWriter
 from gdn2.data.shards import FORMAT, TokenFolder, dtype_for
 from gdn2.data.sources import Place, open_parts, read_documents
-from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 
 AUTO, NONE = "auto", "none"
 SHARD_TOKENS = 2**26

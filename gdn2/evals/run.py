@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from gdn2.data.byte_tokenizer import BYTES
+from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests

@@ -6,8 +6,9 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from gdn2.data.byte_tokenizer import BYTES
 from gdn2.data.config import CorpusConfig, DataConfig, MixtureConfig, TokensConfig
-from gdn2.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 from gdn2.models.config import ModelConfig
 from gdn2.models.folder import save_model
 from gdn2.models.generate import Stop, generate

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import gdn2
 from gdn2.cli import app
-from gdn2.data.tokenizers import ByteTokenizer, load_tokenizer
+from gdn2.data.byte_tokenizer import ByteTokenizer
+from gdn2.data.tokenizers import load_tokenizer
 from gdn2.models.generate import Stop, generate
 from gdn2.models.sampling import GREEDY, Sampling
 from tests.layers.cases import DELTA, MIXERS

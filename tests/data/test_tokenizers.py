@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tokenizers
 
+from gdn2.data.byte_tokenizer import ByteTokenizer
 from gdn2.data.encoding import drops_spaces, encode_in_order, stretches
-from gdn2.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 from tests.data.samples import TEXTS, byte_level, save_json, save_tokenizer
 
 KINDS = ["bytes", "json", "sentencepiece", "gpt2"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gdn2.data.tokenizers import ByteTokenizer, load_tokenizer
+from gdn2.data.byte_tokenizer import ByteTokenizer
+from gdn2.data.tokenizers import load_tokenizer
 from gdn2.evals.fitting import FITS, Budget
 from gdn2.evals.haystacks import DEPTHS, REFRAIN, Essays, Haystack, Noise, read_essays
 from gdn2.evals.heatmap import draw, grid, heat_map

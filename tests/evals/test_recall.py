@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gdn2.data.tokenizers import ByteTokenizer, load_tokenizer
+from gdn2.data.byte_tokenizer import ByteTokenizer
+from gdn2.data.tokenizers import load_tokenizer
 from gdn2.evals.recall import RecallTask, cut, recall_task
 from gdn2.evals.recall_data import RECALL_SETS, Item
 from gdn2.evals.request import Request, Task

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gdn2.data.tokenizers import ByteTokenizer, load_tokenizer
+from gdn2.data.byte_tokenizer import ByteTokenizer
+from gdn2.data.tokenizers import load_tokenizer
 from gdn2.evals import prefixes
 from gdn2.evals.encoding import check_vocabulary, encode_pair, first_token, rolling_pairs
 from gdn2.evals.likelihood import Likelihood, Pair, _go_through, log_likelihoods

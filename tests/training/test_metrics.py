@@ -11,9 +11,9 @@ import torch
 
 import gdn2
 from gdn2.data.batch import Batch
+from gdn2.data.byte_tokenizer import ByteTokenizer
 from gdn2.data.config import CorpusConfig, MixtureConfig
 from gdn2.data.synthetic import ParityConfig
-from gdn2.data.tokenizers import ByteTokenizer
 from gdn2.layers.config import DeltaConfig
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import read_metrics
