@@ -170,16 +170,21 @@ def test_a_model_without_numbers_is_no_result(tmp_path: Path) -> None:
     assert cell.failure is not None and "delete it to train again" in cell.failure
 
 
-def test_the_best_rate_counts(trainer: Trainer, tmp_path: Path) -> None:
-    singles = {
-        rate: run("tiny", small(rates=(rate,), steps=30), tmp_path, "cpu").cells[0].accuracy
-        for rate in (1e-4, 3e-2)
-    }
-    (cell,) = run("tiny", small(rates=(1e-4, 3e-2), steps=30), tmp_path, "cpu").cells
-    assert len(trainer.calls) == 2
-    assert singles[1e-4] != singles[3e-2]
-    assert cell.rate == max(singles, key=lambda rate: singles[rate] or 0.0)
-    assert cell.accuracy == max(singles.values(), key=lambda accuracy: accuracy or 0.0)
+@pytest.mark.parametrize("rates", [(1e-3, 1e-2, 3e-2), (3e-2, 1e-2, 1e-3)])
+def test_the_best_rate_counts(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: tuple[float, ...]
+) -> None:
+    found = {1e-3: 0.25, 1e-2: 0.75, 3e-2: 0.5}
+
+    def learn(config: RunConfig) -> RunEnd:
+        accuracy = {"validation_accuracy": found[config.optimiser.lr]}
+        end = trainer(config)
+        return replace(end, validation=end.validation | accuracy)
+
+    monkeypatch.setattr(synthetic, "train", learn)
+    (cell,) = run("tiny", small(rates=rates), tmp_path, "cpu").cells
+    assert len(trainer.calls) == 3
+    assert (cell.rate, cell.accuracy) == (1e-2, 0.75)
 
 
 @pytest.mark.parametrize(
