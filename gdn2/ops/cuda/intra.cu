@@ -7,6 +7,8 @@
 #include "inverse.cuh"
 #include "scores.cuh"
 
+constexpr bool ONE_GATE = D == 128 && B_WIDTH == 1 && W_WIDTH == 1 && G_WIDTH == D;
+
 // A to where it goes, and as an operand of products.
 DEVICE void store_inverse(char* memory, const Factors& to, i64 chunk) {
     for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
@@ -132,12 +134,14 @@ template <bool FULL> DEVICE void chunk_factors(
     __syncthreads();
     // what the program waits for first that will have this one's place
     if (G_WIDTH == D && chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4>(x.g);
+    // What is made of the thread's number is made anew instead of keeping registers, where the compiler needs that.
+    const u32 number = threadIdx.x, scorer = ONE_GATE ? forgotten(number) : number;
     Scores P[TASKS] = {};
 #pragma unroll
-    for (int n = 0; n < TASKS; n++) score_tiles(P[n], memory, Task(warp + WARPS * n), lane);
+    for (int n = 0; n < TASKS; n++) score_tiles(P[n], memory, Task(scorer / 32 + WARPS * n), scorer % 32);
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < TASKS; n++) place_tiles(memory, P[n], Task(warp + WARPS * n), deep, lane);
+    for (int n = 0; n < TASKS; n++) place_tiles(memory, P[n], Task(scorer / 32 + WARPS * n), deep, scorer % 32);
     if (threadIdx.x < C) to.deep[chunk.index * C + threadIdx.x] = static_cast<char>(deep[threadIdx.x]);
     if (__syncthreads_or(deep[threadIdx.x % C])) {
         for (int token = warp; token < C; token += WARPS) {
@@ -145,8 +149,7 @@ template <bool FULL> DEVICE void chunk_factors(
         }
         __syncthreads();
     }
-    // Known anew, or what was made of it would take registers of the scores; where gates are few there are enough.
-    const u32 thread = D == 128 && W_WIDTH == 1 && G_WIDTH == D ? threadIdx.x : forgotten(static_cast<u32>(threadIdx.x));
+    const u32 thread = ONE_GATE ? number : forgotten(number);
     const Place again(thread / 32, thread % 32);
     written_values(values, memory, chunk, x, again);
     invert(memory, warp, lane);
