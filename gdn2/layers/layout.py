@@ -5,7 +5,6 @@ disagree about where a sequence begins. Inside a model tokens are dense [batch, 
 is dropped on the way in (`pack`) and comes back on the way out (`unpack`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.functional import pad
 
 from gdn2.ops.arguments import require
 from gdn2.ops.flex import causal_block_mask, flex_spares_a_mask
-from gdn2.ops.packing import check_cu_seqlens, positions, sequence_ids
+from gdn2.ops.packing import check_cu_seqlens, kept, positions, sequence_ids
 from gdn2.ops.rotary import rotary_table
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -123,7 +122,7 @@ class Layout:
         """Cosines and sines of the tokens' positions, made once for all layers that ask alike."""
         key = ("rotary", width, base, dtype, device)
         if key not in self._shared:
-            with _kept():
+            with kept():
                 self._shared[key] = rotary_table(self._positions(device), width, base, dtype)
         return self._shared[key]
 
@@ -135,7 +134,7 @@ class Layout:
         key = ("block_mask", window, device)
         if key not in self._shared:
             length = self.length if self.cu_seqlens is None else self._packed_length
-            with _kept():
+            with kept():
                 mask = causal_block_mask(length, window, self.cu_seqlens, device=device)
             self._shared[key] = mask
         return self._shared[key]
@@ -153,12 +152,6 @@ class Layout:
     @property
     def _packed_length(self) -> int:
         return self.batch * self.length if self.tokens is None else self.tokens.shape[0]
-
-
-def _kept() -> AbstractContextManager[None]:
-    """Makes tensors that a backward may keep, wherever they are asked for first; compilers do not ask."""
-    inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if inferring else nullcontext()
 
 
 def _check_table(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], kind: str) -> None:

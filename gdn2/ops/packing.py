@@ -5,6 +5,7 @@ including, cu_seqlens[n + 1]. A length may be zero.
 """
 
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -13,9 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Reading offsets off a GPU waits for it, so they are read once as long as nobody writes to them:
-# one wait per batch instead of one per operator and layer.
-_read: MutableMapping[Tensor, tuple[int, list[int]]] = WeakTensorKeyDictionary()
+# Reading offsets off a GPU waits for it. So a tensor that passed once passes again as long as torch
+# counts no write to it. Values are known of tensors made here only: to others numpy, a broadcast
+# or a kernel may write uncounted.
+_passed: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+_made: MutableMapping[Tensor, tuple[int, list[int]]] = WeakTensorKeyDictionary()
 
 
 def check_operand(name: str, operand: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -44,44 +47,57 @@ def check_cu_seqlens(
         raise ValueError(f"cu_seqlens was given with a batch of {batch}, expected a batch of 1")
     if device is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected {device}")
-    if cu_seqlens.is_meta or torch.compiler.is_compiling():
-        return  # no values to look at
-    known_offsets(cu_seqlens, length)
+    if not _has_values(cu_seqlens):
+        return
+    if cu_seqlens.is_inference() or _passed.get(cu_seqlens) != (length, cu_seqlens._version):
+        known_offsets(cu_seqlens, length)
 
 
 def moved_offsets(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
-    """Offsets that pack `length` tokens, checked here before they go to a device: nobody waits for them there."""
+    """A copy of offsets of `length` tokens, checked here before they go to a device: nobody waits for them there."""
     check_cu_seqlens(cu_seqlens, 1, length)
-    moved = cu_seqlens.to(device, non_blocking=True)
-    _remember(moved, known_offsets(cu_seqlens, length))
-    return moved
+    return _made_of(cu_seqlens, length, 1, device)
 
 
 def multiplied_offsets(cu_seqlens: Tensor, times: int, length: int) -> Tensor:
     """Offsets of `length` tokens that became several each; nobody waits for those either."""
-    if times == 1:
-        return cu_seqlens
-    made = cu_seqlens * times
-    if not (made.is_meta or torch.compiler.is_compiling()):
-        _remember(made, [times * offset for offset in known_offsets(cu_seqlens, length)])
+    return cu_seqlens if times == 1 else _made_of(cu_seqlens, length, times, cu_seqlens.device)
+
+
+def _made_of(cu_seqlens: Tensor, length: int, times: int, device: torch.device) -> Tensor:
+    with kept():  # inference tensors do not count what is written to them
+        made = cu_seqlens.to(device, non_blocking=True) * times
+    if _has_values(made):
+        offsets = [times * offset for offset in known_offsets(cu_seqlens, length)]
+        _made[made] = made._version, offsets
     return made
 
 
 def known_offsets(cu_seqlens: Tensor, length: int) -> list[int]:
     """The offsets, which are checked when they are read."""
-    version, offsets = (
-        (None, []) if cu_seqlens.is_inference() else _read.get(cu_seqlens, (None, []))
-    )
-    if version is None or version != cu_seqlens._version or offsets[-1] != length:
-        offsets = cu_seqlens.tolist()
-        _check_offsets(offsets, length)
-        _remember(cu_seqlens, offsets)
+    if cu_seqlens.is_inference():
+        return _read(cu_seqlens, length)
+    version, offsets = _made.get(cu_seqlens, (None, []))
+    if version != cu_seqlens._version or offsets[-1] != length:
+        offsets = _read(cu_seqlens, length)
+        _passed[cu_seqlens] = length, cu_seqlens._version
     return offsets
 
 
-def _remember(cu_seqlens: Tensor, offsets: list[int]) -> None:
-    if not cu_seqlens.is_inference():  # such tensors do not count what is written to them
-        _read[cu_seqlens] = (cu_seqlens._version, offsets)
+def _read(cu_seqlens: Tensor, length: int) -> list[int]:
+    offsets: list[int] = cu_seqlens.tolist()
+    _check_offsets(offsets, length)
+    return offsets
+
+
+def _has_values(cu_seqlens: Tensor) -> bool:
+    return not (cu_seqlens.is_meta or torch.compiler.is_compiling())
+
+
+def kept() -> AbstractContextManager[None]:
+    """Makes tensors that a backward may keep, wherever they are asked for first; compilers do not ask."""
+    inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inferring else nullcontext()
 
 
 def _check_offsets(offsets: list[int], length: int) -> None:

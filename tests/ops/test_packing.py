@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,18 +103,36 @@ def test_offsets_are_checked_before_they_are_moved(monkeypatch: pytest.MonkeyPat
             moved_offsets(bad, 5, CPU)
 
 
-def test_offsets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they are written to; nor are those made of them."""
-    given = offsets([2, 0, 3])
+@pytest.mark.parametrize("inferring", [False, True])
+def test_offsets_made_here_are_known(monkeypatch: pytest.MonkeyPatch, inferring: bool) -> None:
+    with torch.inference_mode(inferring):
+        given = offsets([2, 0, 3])
+        moved, tripled = moved_offsets(given, 5, CPU), multiplied_offsets(given, 3, 5)
+        assert multiplied_offsets(given, 1, 5) is given
+        with monkeypatch.context() as context:
+            context.setattr(Tensor, "tolist", lambda _: pytest.fail("read again"))
+            check_cu_seqlens(tripled, 1, 15, CPU)
+            assert sequence_lengths(moved, 1, 5) == [2, 0, 3]
+            assert sequence_lengths(tripled, 1, 15) == [6, 0, 9]
+        assert tripled.tolist() == [0, 6, 6, 15]
+    tripled[1] = 3
+    assert sequence_lengths(tripled, 1, 15) == [3, 3, 9]
+
+
+def test_offsets_of_others_are_checked_once_and_read_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch does not count what others write to their memory, such as numpy or a broadcast."""
+    memory = np.array([0, 2, 2, 5])
+    given = torch.from_numpy(memory)
     check_cu_seqlens(given, 1, 5, CPU)
-    tripled = multiplied_offsets(given, 3, 5)
-    assert multiplied_offsets(given, 1, 5) is given
     with monkeypatch.context() as context:
         context.setattr(Tensor, "tolist", lambda _: pytest.fail("read again"))
-        assert sequence_lengths(given, 1, 5) == [2, 0, 3]
-        check_cu_seqlens(tripled, 1, 15, CPU)
-        assert sequence_lengths(tripled, 1, 15) == [6, 0, 9]
-    assert tripled.tolist() == [0, 6, 6, 15]
+        check_cu_seqlens(given, 1, 5, CPU)
+    assert sequence_lengths(given, 1, 5) == [2, 0, 3]
+    memory[1] = 1
+    assert sequence_lengths(given, 1, 5) == [1, 1, 3]
+    memory[1] = 2
     given[1] = 1
     assert sequence_lengths(given, 1, 5) == [1, 1, 3]
     with torch.inference_mode():
