@@ -95,7 +95,8 @@ class DeltaMixer(nn.Module):
             pattern, made = self._training_pattern(x, layout)
         else:
             entries = self._entries
-            made = dict(zip(entries, joint(x, *entries.values(), laid=self.laid), strict=True))
+            found = joint(x, *entries.values(), laid=self.laid)
+            made = self._finished(entries, dict(zip(entries, found, strict=True)))
             if state is not None and inplace and layout.is_step and self._fused(x, state):
                 pattern, past = self._step_pattern(made, state), state[1:]
             else:
@@ -181,6 +182,7 @@ class DeltaMixer(nn.Module):
             cu_seqlens=layout.cu_seqlens,
         )
         made = dict(zip([*entries][-len(others) :], others, strict=True)) if others else {}
+        made = self._finished(entries, made)
         q, k, b = (self._key_heads(z) for z in (q, k, b))
         v, w = self._value_heads(v), self._value_heads(w)
         return gated_delta_net_2(q, k, v, self._log_decay(made, q), b, w), made
@@ -193,10 +195,9 @@ class DeltaMixer(nn.Module):
 
     def _step_pattern(self, made: dict[str, Tensor], state: DeltaState) -> Pattern:
         """As `_pattern`, of one token, whose inputs the convolutions' states take in."""
-        decay = self._second(self.decay_proj, made["decay"])
         return gated_delta_net_2(
             *delta_inputs(
-                [*(made[name] for name in ("q", "k", "v", "erase", "write")), decay],
+                [made[name] for name in ("q", "k", "v", "erase", "write", "decay")],
                 [convolution.weight for convolution in self._convolutions],
                 list(state[1:]),
                 self.decay_bias,
@@ -206,10 +207,16 @@ class DeltaMixer(nn.Module):
             )
         )
 
-    @staticmethod
-    def _second(map_: nn.Module, x: Tensor) -> Tensor:
-        """The rest of a map of which `_entries` has the first."""
-        return single(map_.up, x) if is_bare(map_, LowRank) else x
+    def _finished(
+        self, entries: dict[str, nn.Linear], made: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What whole maps make, given what those in `entries` made.
+
+        Which are firsts of two is not asked again: a hook may have removed itself when its map was called.
+        """
+        modules: dict[str, Any] = self._modules
+        maps = {name: modules[f"{name}_proj"] for name in made}
+        return {n: y if maps[n] is entries[n] else single(maps[n].up, y) for n, y in made.items()}
 
     def _ranged(self, gate: Tensor) -> Tensor:
         return gate if self.config.erase_range == 1 else self.config.erase_range * gate
@@ -219,13 +226,12 @@ class DeltaMixer(nn.Module):
         wide = state_dtype(q.dtype)
         if self.config.decay == "none":
             return q.new_zeros(*q.shape[:2], 1, 1, dtype=wide)
-        raw = self._second(self.decay_proj, made["decay"])
-        return log_decay(raw, self.decay_bias, self.decay_log_rate)
+        return log_decay(made["decay"], self.decay_bias, self.decay_log_rate)
 
     def _gated(self, o: Tensor, made: dict[str, Tensor]) -> Tensor:
         if self.config.output_gate == "none":
             return self.norm(o)
-        gate = self._value_heads(self._second(self.gate_proj, made["gate"]))
+        gate = self._value_heads(made["gate"])
         return self.norm(o, gate, self.config.output_gate)
 
     def _key_heads(self, x: Tensor) -> Tensor:

@@ -55,6 +55,16 @@ def test_maps_with_a_narrow_middle_are_called_where_they_have_hooks_or_adapters(
     assert_close("logits", logits_of(adapted, ids), logits_of(model, ids), EXACT)
 
 
+def test_a_map_is_called_once_by_hooks_that_leave() -> None:
+    """A hook that removes itself, as that of a first call does, changes nothing."""
+    model, ids = make(config(DELTA)), tokens(2, 9)
+    expected = logits_of(model, ids)
+    for map_ in [x for x in model.modules() if isinstance(x, LowRank)]:
+        map_.register_forward_hook(lambda called, *_: called._forward_hooks.clear())
+        assert_close("logits", logits_of(model, ids), expected, EXACT)
+        assert not map_._forward_hooks
+
+
 def test_a_head_with_hooks_or_adapters_is_called() -> None:
     model, ids, targets = make(config(DELTA)), tokens(2, 9), tokens(2, 9, seed=1)
     targets[0, :4] = -100
