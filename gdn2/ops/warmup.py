@@ -72,9 +72,12 @@ def warmup(
         leaves = _zeros(sizes, 1, chunk_size + 1, device)
         options = {"chunk_size": chunk_size, "solve_precision": solve_precision}
         leaves = {name: x.requires_grad_(backward) for name, x in leaves.items()}
-        o, _ = gated_delta_rule(**leaves, backend="triton", **options)  # type: ignore[arg-type]
-        if backward:
-            o.sum().backward()
+        for recompute in (True, False)[
+            : 1 + backward
+        ]:  # value heads that are shared have kernels for each
+            o, _ = gated_delta_rule(**leaves, backend="triton", recompute=recompute, **options)  # type: ignore[arg-type]
+            if backward:
+                o.sum().backward()
     for batch in decode_batches:
         token = _zeros(sizes, batch, 1, device)
         state = new_state(token["q"], token["v"], batch)

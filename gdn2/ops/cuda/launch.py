@@ -156,8 +156,8 @@ def macros(kernel: str, x: Operands) -> dict[str, int]:
         shared["W_BYTES"] = 0 if x.w is None else x.w.element_size()
         return {**shared, "D": width, "PROGRAMS": _tried or (2 if width == 64 else 1)}
     assert x.b is not None
-    gates = {"W_WIDTH": 0 if x.w is None else x.w.shape[2], "B_WIDTH": x.b.shape[2]}
-    gates["G_WIDTH"] = x.g.shape[2]
+    gates = {"G_WIDTH": x.g.shape[2], "B_WIDTH": x.b.shape[2]}
+    gates["W_WIDTH"] = 0 if x.w is None else x.w.shape[2]
     return {"HEADS": heads, "D": width, **gates, "PROGRAMS": _tried or PROGRAMS[width]}
 
 

@@ -101,7 +101,7 @@ def kind_of(x: Operands, table: Table, solve: str, keep: str) -> Hashable:
     is_plain = plain.takes(x, table.size)
     states = plain.states_launch(x, table.first.numel() - 1) if is_plain else None
     launches = stages.scan_launch("scan", x, table), states
-    return sizes, table.size, launches, solve, keep == "nothing"
+    return sizes, table.size, launches, solve, keep
 
 
 def kept(x: Operands, batch: Batch, keep: str) -> list[Tensor]:

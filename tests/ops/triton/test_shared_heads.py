@@ -7,6 +7,8 @@ from gdn2.ops.chunk_op import pack
 from gdn2.ops.cuda import heads
 from gdn2.ops.cuda.heads import repeated
 from gdn2.ops.operands import Operands
+from gdn2.ops.pipeline import Batch
+from gdn2.ops.triton.pipeline import kind_of, table_of
 from tests.ops.cases import Case, run
 from tests.ops.triton.test_operator import EXACT, compare, kernels, single
 
@@ -79,3 +81,13 @@ def test_what_need_not_be_repeated_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         x = operands(case)
         assert repeated(x, 64) is x
+
+
+def test_kernels_of_kept_factors_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value heads that share all else have other kernels for them, and so are calls of another kind."""
+    monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
+    x = operands(SHARED["all but values"])
+    table = table_of(x, Batch(1, 5, None, 64, "ieee"))
+    assert repeated(x, 64, apart=True).heads != repeated(x, 64).heads
+    kinds = {kind_of(x, table, "ieee", keep) for keep in ("nothing", "states", "factors")}
+    assert len(kinds) == 3
