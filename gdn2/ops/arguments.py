@@ -119,8 +119,10 @@ def read_scale(scale: Any, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     try:
+        if isinstance(scale, (str, bytes)):  # which `float` reads
+            raise TypeError
         return float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's of complex numbers
         raise ValueError(f"scale: got {scale!r}, expected a number") from None
 
 

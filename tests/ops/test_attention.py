@@ -1,6 +1,7 @@
 """Attention against an explicit softmax, token by token."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -400,8 +401,9 @@ def test_bad_input_is_refused() -> None:
         ("window is 0, expected None or an integer of at least 1", (q, k, v), {"window": 0}),
         ("window is 2.5, expected None or an integer of at", (q, k, v), {"window": 2.5}),
         ("batch of 2, expected a batch of 1", (q, k, v), packed),
-        (r"^scale: got 0.0, expected more than 0$", (q, k, v), {"scale": 0}),
-        (r"^scale: got -0.5, expected more than 0$", (q, k, v), {"scale": -0.5}),
+        (r"^scale: got 0.0, expected more than 0 and finite$", (q, k, v), {"scale": 0}),
+        (r"^scale: got -0.5, expected more than 0 and", (q, k, v), {"scale": -0.5}),
+        (r"^scale: got inf, expected more than 0 and", (q, k, v), {"scale": math.inf}),
         ("backend is 'fast', expected 'auto'", (q, k, v), {"backend": "fast"}),
         ("'flex', which needs CUDA, and q is on cpu", (q, k, v), {"backend": "flex"}),
         ("inplace is True and cache is None", (q, k, v), {"inplace": True}),
