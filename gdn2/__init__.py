@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gdn2.ops.backends import using
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "preset",
     "save",
     "stream",
+    "using",
     "warmup",
 ]
 

@@ -81,6 +81,10 @@ Dtype = Annotated[
     str | None, typer.Option(help="fp64, fp32, bf16 or fp16; by default fp32, on a GPU bf16.")
 ]
 
+Backend = Annotated[
+    str,
+    typer.Option(help="torch, or reference, a token at a time: without any kernels of gdn2."),
+]
 Presets = Annotated[list[str] | None, typer.Argument(help="Presets, such as gdn2-1.3b-hybrid.")]
 Compile = Annotated[
     bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")

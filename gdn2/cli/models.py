@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gdn2.cli.base import Device, Dtype, JsonFile, app, console, write
+from gdn2.cli.base import Backend, Device, Dtype, JsonFile, app, console, write
 
 
 @app.command()
@@ -52,12 +52,14 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed draws the same tokens.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
+    backend: Backend = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Continue a text; it is printed as it comes, the speed afterwards, on standard error."""
     from gdn2.cli.talk import Talk
     from gdn2.models.generate import Stop
     from gdn2.models.sampling import Sampling
+    from gdn2.ops.backends import using
 
     sampling = Sampling(
         temperature=temperature,
@@ -72,6 +74,7 @@ def generate(
         prompt = typer.get_text_stream("stdin").read() if text == "-" else text
     except UnicodeDecodeError as wrong:
         raise ValueError(f"standard input: got {wrong}, expected UTF-8") from None
-    report = talk.go_on(prompt, sampling, ending, seed)
+    with using(backend):
+        report = talk.go_on(prompt, sampling, ending, seed)
     typer.echo(report.in_words(), err=True)
     write(json_file, report.as_json())

@@ -11,6 +11,7 @@ from torch import Tensor
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.sampling import Draws, Sampling, sample
 from gdn2.models.state import ModelState
+from gdn2.ops.backends import in_force
 
 
 class Decoding(NamedTuple):
@@ -113,12 +114,12 @@ class Steps:
         return EagerSteps(self.model, sampling, start)
 
     def _key(self, start: Decoding, sampling: Sampling) -> Hashable:
-        """What a graph is of: its buffers, what autocast makes of them, and the weights where they lie."""
+        """What a graph is of: its kernels, its buffers, what autocast makes of them, and the weights where they lie."""
         kind = start.tokens.device.type
         cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         buffers = tuple((x.shape, x.dtype) for x in start.tensors())
         weights = chain(self.model.parameters(), self.model.buffers())
-        return sampling, cast_to, buffers, tuple(x.data_ptr() for x in weights)
+        return in_force(), sampling, cast_to, buffers, tuple(x.data_ptr() for x in weights)
 
 
 def why_eager(model: LanguageModel) -> str | None:

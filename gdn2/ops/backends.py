@@ -1,11 +1,13 @@
 """Which implementation of the operator runs, and why."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
 
+from gdn2.ops.arguments import require
 from gdn2.ops.trust import TOGETHER, trusted
 
 BACKENDS = ("auto", "triton", "torch", "reference")
@@ -24,6 +26,29 @@ STAGES = (
 )
 RULE = (*STAGES, "table", TOGETHER)
 _said: set[str] = set()
+_in_force = [
+    "auto"
+]  # for the whole process: backwards run in threads of their own; the last counts
+
+
+@contextmanager
+def using(backend: str) -> Iterator[None]:
+    """Let this backend be what "auto" means until the block ends, for models too.
+
+    With "torch" or "reference" no kernel of this package runs meanwhile, of convolutions and norms either, so that a
+    result can be compared with one in which none had a part. What was compiled before stays as it was compiled.
+    """
+    require(backend in BACKENDS, "backend", repr(backend), f"one of {', '.join(BACKENDS)}")
+    _in_force.append(backend)
+    try:
+        yield
+    finally:
+        _in_force.pop()
+
+
+def in_force() -> str:
+    """The backend that "auto" means now, "auto" itself where nobody said."""
+    return _in_force[-1]
 
 
 def why_not(
@@ -38,6 +63,17 @@ def why_not(
     """
     if backend != "triton":
         return None
+    lack = _lack(device, dtype)
+    if lack is not None:
+        return lack
+    wrong = [name for name in kernels if not trusted(name, device)]
+    return f"gdn2 doctor found wrong results here from {', '.join(wrong)}" if wrong else None
+
+
+def _lack(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel runs, whichever it is."""
+    if in_force() in ("torch", "reference"):
+        return f"gdn2.using({in_force()!r}) is in force"
     if device.type != "cuda":
         return f"Triton kernels need a CUDA GPU, not {device.type}"
     if find_spec("triton") is None:
@@ -46,14 +82,14 @@ def why_not(
         return f"Triton kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     if dtype == torch.float64:
         return "Triton kernels do not take fp64"
-    wrong = [name for name in kernels if not trusted(name, device)]
-    return f"gdn2 doctor found wrong results here from {', '.join(wrong)}" if wrong else None
+    return None
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """Resolve "auto" and refuse what cannot run."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
+    require(backend in BACKENDS, "backend", repr(backend), f"one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = in_force()
     if backend == "auto":
         reason = why_not("triton", device, dtype)
         if reason is None:

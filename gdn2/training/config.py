@@ -105,6 +105,7 @@ class EngineSection:
 
     device: str | None = None  # the GPU where there is one
     compile: Literal["auto", "on", "off"] = "auto"  # block by block; by default on a GPU
+    backend: Literal["auto", "triton", "torch", "reference"] = "auto"  # as `gdn2.using` takes it
     activation_checkpointing: bool = False
     recompute: bool = True  # in the backward, what chunks of recurrent mixers can compute alone
 

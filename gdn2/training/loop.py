@@ -14,6 +14,7 @@ from gdn2.data.tokenizers import Tokenizer
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import MODEL
 from gdn2.models.summary import count_parameters
+from gdn2.ops.backends import using
 from gdn2.training.checkpoints import CheckpointError
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import StopRequest, TrainingError, diagnose, is_lack_of_memory
@@ -52,7 +53,7 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
     check_tensorboard(config.log.tensorboard)
     world = World.start(config.parallel, config.engine.device)
     try:
-        with own_folder(config, world):
+        with own_folder(config, world), using(config.engine.backend):
             return _Loop(Run(config, world)).go(until)
     except OSError as reason:
         raise TrainingError(f"{reason}; checkpoints are as they were") from None

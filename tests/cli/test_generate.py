@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 import gdn2
 from gdn2.cli import app
+from gdn2.cli.talk import Talk
 from gdn2.data.byte_tokenizer import ByteTokenizer
 from gdn2.data.tokenizers import load_tokenizer
 from gdn2.models.generate import Stop, generate
 from gdn2.models.sampling import GREEDY, Sampling
+from gdn2.ops.backends import in_force
 from tests.layers.cases import DELTA, MIXERS
 from tests.models.cases import config, make
 
@@ -38,6 +40,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*words: str, given: str | None = None) -> Any:
     return CliRunner().invoke(app, list(words), input=given)
+
+
+def test_a_text_without_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def refuse(*_: Any) -> None:
+        seen.append(in_force())
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Talk, "go_on", refuse)
+    for backend in ("torch", "reference"):
+        run("generate", str(folder), "one", "--device", "cpu", "--backend", backend)
+    assert seen == ["torch", "reference"] and in_force() == "auto"
+    refused = run("generate", str(folder), "one", "--device", "cpu", "--backend", "fast")
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        "error: backend: got 'fast', expected one of auto, triton, torch, reference\n"
+    )
 
 
 def test_the_text_is_what_the_model_says(folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gdn2.layers.delta import DeltaMixer
 from gdn2.layers.joint import lay_side_by_side
 from gdn2.layers.plain import to_plain
 from gdn2.models.files import write_json
+from gdn2.ops.backends import in_force
 from gdn2.training.checkpoints import CheckpointError, Checkpoints
 from gdn2.training.config import ParallelSection, RunConfig
 from gdn2.training.faults import TrainingError
@@ -202,6 +203,13 @@ def test_a_run_that_keeps_factors_is_the_same(whole: Path, tmp_path: Path) -> No
     assert isinstance(mixer, DeltaMixer) and not mixer.recompute
     train(keeping)
     assert_same_run(tmp_path, whole)
+
+
+def test_a_run_token_by_token_is_the_same(whole: Path, tmp_path: Path) -> None:
+    train(config(tmp_path, engine={"device": "cpu", "backend": "reference"}))
+    assert losses(tmp_path) != losses(whole)
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-3)
+    assert in_force() == "auto"
 
 
 def test_a_sample_is_of_a_copy(tmp_path: Path) -> None:
