@@ -28,9 +28,9 @@ from gdn2.evals.report.markdown import to_markdown
 from gdn2.evals.report.page import to_html
 from gdn2.evals.report.paper import TABLES
 from gdn2.evals.report.tables import MISSING, with_ours
+from gdn2.models.run_folder import is_run
 from gdn2.models.summary import summarise
 from gdn2.training.plot import curve, plot_runs
-from gdn2.training.run_file import is_run
 
 HTML, MARKDOWN = "report.html", "report.md"
 TITLE = "Gated DeltaNet-2: ours beside the paper's"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gdn2.bench.documented import COLD
+from gdn2.bench.documented import FIGURES as FIGURES_NOW
 from gdn2.bench.figures import FORMAT as FIGURES
 from gdn2.bench.figures import read as read_figures
 from gdn2.bench.synthetic import FORMAT as SYNTHETIC
@@ -17,9 +18,9 @@ from gdn2.evals.results import FORMAT as RESULTS
 from gdn2.evals.run import RESULTS as RESULTS_FILE
 from gdn2.layers.plain import from_plain
 from gdn2.models.files import read_json
-from gdn2.models.run_folder import METRICS, Line, read_metrics
+from gdn2.models.run_folder import METRICS, WRITTEN, Line, read_metrics
 from gdn2.training.config import RunConfig
-from gdn2.training.run_file import WRITTEN, load_config
+from gdn2.training.run_file import load_config
 
 Value = TypeVar("Value")
 
@@ -79,7 +80,10 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
             files += found
         else:
             files.append(path)
-    records = {file: read_json(file) for file in dict.fromkeys(files)}
+    once: dict[Path, Path] = {}
+    for file in files:
+        once.setdefault(file.resolve(), file)  # whatever else it is called
+    records = {file: read_json(file) for file in once.values()}
     evaluations: list[Evaluation] = []
     speeds: list[Speed] = []
     grids: list[SyntheticGrid] = []
@@ -92,7 +96,9 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
             speeds += _speeds(record["result"], file)
         elif record.get("format") == FIGURES:
             figures = read_figures(file)
-            taken = (data for name, one in figures.items() if name != COLD for data in one["data"])
+            # Others are of earlier code, and their speeds may have been taken again under another name.
+            shown = {one.name for some in FIGURES_NOW.values() for one in some} - {COLD}
+            taken = (data for name, one in figures.items() if name in shown for data in one["data"])
             for data in filter(_is_training_bench, taken):
                 speeds += _speeds(data["result"], file)
         else:

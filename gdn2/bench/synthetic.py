@@ -20,7 +20,7 @@ from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
 from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
 from gdn2.models.presets import FAMILIES
-from gdn2.models.run_folder import METRICS, Line, read_metrics
+from gdn2.models.run_folder import METRICS, WRITTEN, Line, read_metrics
 from gdn2.ops.arguments import require
 from gdn2.training.config import (
     BatchSection,
@@ -35,7 +35,7 @@ from gdn2.training.config import (
 )
 from gdn2.training.faults import TrainingError
 from gdn2.training.loop import check_numbers, train
-from gdn2.training.run_file import WRITTEN, check_same_run
+from gdn2.training.run_file import check_same_run
 
 FORMAT = "gdn2 synthetic 1"
 WIDTH, LAYERS, HEADS, HEAD_WIDTH = 64, 2, 2, 32

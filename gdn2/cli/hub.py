@@ -44,10 +44,11 @@ def import_checkpoint(
     from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
     from gdn2.hf.special_tokens import write_special_tokens
+    from gdn2.models.files import new_folder, standing
     from gdn2.models.folder import save_model
     from gdn2.ops.arguments import require
 
-    require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
+    require(not standing(folder).exists(), "folder", f"{folder}, which exists", "a new one")
     own = None if tokenizer is None else load_tokenizer(tokenizer)
     unsaid = Unsaid(
         output_gate=None if output_gate is None else output_gate.value,
@@ -59,16 +60,16 @@ def import_checkpoint(
         tied=tied,
     )
     model = import_model(read_checkpoint(checkpoint), unsaid)
-    with TemporaryDirectory() as files:
+    with TemporaryDirectory() as files, new_folder(folder) as written:
         if own is None:
-            save_model(model, folder)
+            save_model(model, written)
         else:
             fits = own.vocab_size <= model.config.vocab_size
             expected = f"at most the model's {model.config.vocab_size}"
             require(fits, "tokenizer", f"{own.vocab_size} tokens", expected)
             own.save(Path(files))
-            save_model(model, folder, tokenizer=files)
-            write_special_tokens(folder, own.bos_id, own.eos_id)
+            save_model(model, written, tokenizer=files)
+            write_special_tokens(written, own.bos_id, own.eos_id)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     typer.echo(f"wrote {folder}: {parameters:,} parameters")
 
@@ -89,12 +90,12 @@ def export(
     _need_transformers()
     from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.export import export_run, find_model
-    from gdn2.models.run_folder import step_of
+    from gdn2.models.run_folder import checkpoint_of
     from gdn2.training.checkpoint_files import damage
 
     source = find_model(run, step)
-    checkpoint = source.parent
-    wrong = None if step_of(checkpoint) is None else damage(checkpoint, "model/")
+    checkpoint = checkpoint_of(source)
+    wrong = None if checkpoint is None else damage(checkpoint, "model/")
     if wrong is not None:
         raise ValueError(f"{checkpoint}: got {wrong}, expected a whole one; --step takes another")
     own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None

@@ -14,6 +14,9 @@ from gdn2.cli.bar import Lines
 from gdn2.evals.heatmap import check_picture, heat_map
 from gdn2.evals.needles import KINDS
 from gdn2.evals.run import Progress
+from gdn2.ops.arguments import require
+
+LONGEST = 2**24  # tokens of a needle's prompt
 
 
 class AnswerBar:
@@ -58,7 +61,10 @@ def read_lengths(text: str) -> tuple[int, ...] | None:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"lengths: got {text!r}, expected numbers with commas between them")
-    return tuple(map(int, parts))
+    lengths = tuple(map(int, parts))
+    for length in lengths:
+        require(0 < length <= LONGEST, "lengths", length, f"1 to {LONGEST}")
+    return lengths
 
 
 def show(record: dict[str, Any], console: Console) -> None:

@@ -73,6 +73,9 @@ class Gdn2LM(RequestLM):
             require(False, "model_args", repr(name), nearest(name, OPTIONS))
         require(bool(pretrained), "model_args", "no pretrained", "pretrained=FOLDER")
         require(dtype in PRECISIONS, "dtype", repr(dtype), f"one of {', '.join(PRECISIONS)}")
+        fits = type(window) is int and window >= 1
+        require(fits, "window", repr(window), "an integer of at least 1")
+        require(type(carry_state) is bool, "carry_state", repr(carry_state), "true or false")
         where = device or "cuda"
         if where.startswith("cuda") and not torch.cuda.is_available():
             where = "cpu"  # lm-eval's command line asks for cuda:0 where nothing was said

@@ -66,17 +66,23 @@ def libraries() -> dict[str, str]:
     return {name: version for name, version in known.items() if version is not None}
 
 
+def check_owner(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The results in a file, none where there is none; those of another model are refused."""
+    older = read_json(path) if path.exists() else {}
+    if older and older.get("model") != model:
+        expected = "none or this model's; choose another folder for it"
+        raise ValueError(f"{path}: got results of another model, expected {expected}")
+    return older
+
+
 class Results:
     """A file of results, written anew after each task; other tasks' earlier results of the same model are kept."""
 
     def __init__(self, path: Path, answers: AnswerFile, name: str) -> None:
         """Open the file of whose answers these are, by the name it was given."""
         self.path = path
-        older = read_json(path) if path.exists() else {}
         model = dict(answers.model)
-        if older and older.get("model") != model:
-            expected = "none or this model's; choose another folder for it"
-            raise ValueError(f"{path}: got results of another model, expected {expected}")
+        older = check_owner(path, model)
         self.record: dict[str, Any] = {
             "format": FORMAT,
             "name": name,

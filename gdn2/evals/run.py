@@ -14,7 +14,7 @@ from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests
-from gdn2.evals.results import Results, describe, known_of, libraries
+from gdn2.evals.results import Results, check_owner, describe, known_of, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
 from gdn2.models.files import standing
@@ -67,6 +67,8 @@ class Subject:
         """Its answers in a folder, which is made where there is none."""
         config = config_of(self.name)
         identity = describe(self.name, config, self.tokenizer, self.dtype)
+        if not (folder / ANSWERS).exists():  # none are begun beside another model's results
+            check_owner(folder / RESULTS, identity)
         folder.mkdir(parents=True, exist_ok=True)
         return AnswerFile(folder / ANSWERS, identity, config.to_dict())
 

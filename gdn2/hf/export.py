@@ -7,7 +7,7 @@ from gdn2.hf.results import read_results
 from gdn2.hf.special_tokens import write_special_tokens
 from gdn2.models.files import new_folder, read_json, standing
 from gdn2.models.folder import load_model, save_model
-from gdn2.models.run_folder import CHECKPOINTS, MODEL, Line, read_metrics, step_of
+from gdn2.models.run_folder import CHECKPOINTS, MODEL, Line, read_metrics, step_of, step_of_model
 from gdn2.ops.arguments import require
 
 CARD = "README.md"
@@ -48,10 +48,10 @@ def export_run(
         results: of `gdn2 eval` or of lm-eval, as JSON.
     """
     run, folder = Path(run), Path(folder).absolute()
-    require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
+    require(not standing(folder).exists(), "folder", f"{folder}, which exists", "a new one")
     source = find_model(run, step)
     model = load_model(source)
-    metrics = _metrics_at(run, step_of(source.parent))
+    metrics = _metrics_at(run, step_of_model(source.absolute()))
     numbers = {}
     if results is not None:
         numbers = read_results(Path(results), source, model.config.digest, metrics.get("step"))

@@ -94,6 +94,16 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
+    def _assisted_decoding(self, *arguments: Any, **options: Any) -> Any:
+        """Record only meanwhile: the caller, who has the cache afterwards, may never take anything back."""
+        cache = options.get("past_key_values")
+        try:
+            decode: Any = super()._assisted_decoding  # type: ignore[misc]
+            return decode(*arguments, **options)
+        finally:
+            if isinstance(cache, Gdn2Cache):
+                cache.deactivate_past_recording()
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -106,6 +116,8 @@ class Gdn2ForCausalLM(Gdn2PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Give a cache only what it has not read; of its first call assisted decoding does not say what that is."""
         begins = is_first_iteration and next_sequence_length is None and inputs_embeds is None
+        positions = kwargs.get("position_ids")  # of all tokens, also where only new ones were given
+        begins = begins and (positions is None or positions.shape[-1] == input_ids.shape[1])
         if begins and isinstance(past_key_values, Gdn2Cache) and past_key_values.is_recording:
             seen = past_key_values.get_seq_length()
             next_sequence_length = input_ids.shape[1] - seen if seen else None

@@ -24,9 +24,14 @@ def read_results(file: Path, folder: Path, digest: str, step: int | None) -> Num
     assert isinstance(tasks, dict)
     if kind == "results":
         return {name: _of_lm_eval(task) for name, task in tasks.items()}
-    seen = data["model"]
-    same = seen["config"] == digest and (None in (seen["step"], step) or seen["step"] == step)
-    found = f"those of model {seen['config']} after step {seen['step']}"
+    seen = data.get("model")
+    whole = {"metrics", "samples", "protocol"}
+    fits = isinstance(seen, dict) and all(whole <= task.keys() for task in tasks.values())
+    require(fits, f"{file}", "no model, or a task without numbers", "results of `gdn2 eval`")
+    assert isinstance(seen, dict)
+    after = seen.get("step")
+    same = seen.get("config") == digest and (None in (after, step) or after == step)
+    found = f"those of model {seen.get('config')} after step {after}"
     require(same, f"{file}", found, f"of {digest} after step {step}")
     own, theirs = checksum(folder), str(seen.get("weights"))
     found = f"those of weights {theirs[:16]}"

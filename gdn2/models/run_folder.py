@@ -5,14 +5,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gdn2.models.files import read_json
 from gdn2.ops.arguments import require
 
-METRICS, CHECKPOINTS, MODEL = "metrics.jsonl", "checkpoints", "model"
+WRITTEN, METRICS, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "checkpoints", "model"
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 PLACE = ("step", "tokens")  # what every line has
 DRAWN = ("loss", "validation_loss", "tokens_per_second", "gradient_norm")  # numbers where they are
 
 Line = dict[str, Any]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written the config in a folder; a model's has no such tables."""
+    try:
+        return {"run", "schedule"} <= read_json(folder / WRITTEN).keys()
+    except ValueError:  # there is none, or it is no table
+        return False
 
 
 def read_metrics(run: Path) -> list[Line]:
@@ -51,8 +60,13 @@ def step_of(checkpoint: Path) -> int | None:
 
 def step_of_model(model: Path) -> int | None:
     """The step after which a model in a run's folder was written: a checkpoint's, or the last; None elsewhere."""
-    step = step_of(model.parent)
-    if step is not None:
-        return step
-    lines = read_metrics(model.parent)
+    if checkpoint_of(model) is not None:
+        return step_of(model.parent)
+    lines = read_metrics(model.parent) if is_run(model.parent) else []
     return lines[-1]["step"] if lines else None
+
+
+def checkpoint_of(model: Path) -> Path | None:
+    """The checkpoint that a model's folder lies in; a run may be called like one, too."""
+    inside = model.parent.parent.name == CHECKPOINTS and step_of(model.parent) is not None
+    return model.parent if inside else None

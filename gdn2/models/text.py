@@ -28,6 +28,8 @@ class TextStream:
         # Tokens with some text are kept before the next: some tokenizers drop the space at the beginning of a text.
         if len(text) > len(before):
             self._recent = self._recent[self._settled :]
+        elif text == before and (before or token in self._recent[:-1]):
+            self._recent.pop()  # or thousands without text would be decoded again each time
         self._settled = len(self._recent)
         return self._checked(text[len(before) :])
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
@@ -63,7 +64,8 @@ class StopRequest:
             self._since = time.monotonic()
             if self._said:  # past Python's buffers, which may be in use
                 line = f"\n{self.by}: saving after this step; again leaves at once\n"
-                os.write(2, line.encode())
+                with suppress(OSError):  # Ctrl-C has ended whoever read it, such as `tee`, as well
+                    os.write(2, line.encode())
         elif time.monotonic() - self._since > SAME_SIGNAL:
             raise KeyboardInterrupt
 

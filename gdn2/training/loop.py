@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from gdn2.data.prefetch import Prefetch
 from gdn2.data.synthetic import Task
 from gdn2.data.tokenizers import Tokenizer
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.run_folder import MODEL
+from gdn2.models.run_folder import MODEL, read_metrics
 from gdn2.models.summary import count_parameters
 from gdn2.ops.backends import using
 from gdn2.training.checkpoints import CheckpointError
@@ -68,10 +68,19 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
 
 def check_numbers(end: RunEnd) -> None:
     """Raise TrainingError where a model that was trained to its end predicts nothing."""
-    for name, value in end.validation.items():
+    for name, value in (end.validation or _recorded(end.folder)).items():
         if end.is_finished and not isfinite(value):
             made = f"the model in {end.folder / MODEL} predicts nothing"
             raise TrainingError(f"{name} is {value:g}: {made}; a lower optimiser.lr may help")
+
+
+def _recorded(folder: Path) -> dict[str, float]:
+    """What the last validation of a run found that an earlier call has finished."""
+    last = read_metrics(folder)[-1:]
+    found = (
+        (name, x) for line in last for name, x in line.items() if name.startswith("validation")
+    )
+    return {name: nan if x is None else x for name, x in found}
 
 
 class _Loop:

@@ -1,6 +1,7 @@
 """What a run says while it goes: one live line on a terminal, a line now and then in a log."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -46,6 +47,11 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line above the live one."""
         if self._shown:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """What nobody can read any more, or a full disk does not take, is no reason to stop."""
+        with suppress(OSError):
             self._console.print(Text(text))
 
     def update(self, line: dict[str, Any]) -> None:
@@ -60,7 +66,7 @@ class Progress:
         if self._live is not None:
             self._live.update(self._bar(line))
         elif self._is_due(line):
-            self._console.print(Text(f"step {self._done}/{self._steps}  {self._words(line)}"))
+            self._print(f"step {self._done}/{self._steps}  {self._words(line)}")
 
     def _is_due(self, line: dict[str, Any]) -> bool:
         now = time.monotonic()

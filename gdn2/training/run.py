@@ -11,13 +11,13 @@ from gdn2.data.config import holds_out, open_source
 from gdn2.data.locking import locked
 from gdn2.models.files import standing
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.run_folder import CHECKPOINTS, METRICS, MODEL
+from gdn2.models.run_folder import CHECKPOINTS, METRICS, MODEL, WRITTEN, is_run
 from gdn2.ops.arguments import require
 from gdn2.training.checkpoints import Checkpoints
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError
 from gdn2.training.optimiser import build_optimiser
-from gdn2.training.run_file import DIGESTS, WRITTEN, check_same_run, is_run, write_config
+from gdn2.training.run_file import DIGESTS, check_same_run, write_config
 from gdn2.training.shard import build_model, full_weights, whole_model
 from gdn2.training.world import World
 from gdn2.training.writing import exporter, tokenizer_of

@@ -11,11 +11,11 @@ from gdn2.data.content import digests
 from gdn2.layers.plain import from_plain, nearest, to_plain
 from gdn2.models.files import read_json, replace_file
 from gdn2.models.presets import preset
+from gdn2.models.run_folder import WRITTEN
 from gdn2.ops.arguments import require
 from gdn2.training.config import RunConfig
 from gdn2.training.embedded import CONFIGS, config_names
 
-WRITTEN = "config.json"
 DIGESTS = "data.json"  # of what the run was started with
 # What changes neither weights nor data: a resumed run may have other values.
 FREE = (
@@ -57,14 +57,6 @@ def write_config(config: RunConfig, folder: Path) -> None:
     """Write down what a run was started with; the config first, by which a folder is known as a run's after a kill."""
     for name, record in ((WRITTEN, to_plain(config)), (DIGESTS, digests(config.data))):
         replace_file(folder / name, json.dumps(record, indent=2) + "\n")
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run has written the config in a folder; a model's has no such tables."""
-    try:
-        return {"run", "schedule"} <= read_json(folder / WRITTEN).keys()
-    except ValueError:  # there is none, or it is no table
-        return False
 
 
 def check_same_run(config: RunConfig, folder: Path) -> None:

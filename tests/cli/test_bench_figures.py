@@ -182,6 +182,9 @@ def test_a_report_reads_their_speeds(file: Path) -> None:
     file.write_text(json.dumps(record))
     speeds = read_inputs([file]).speeds
     assert [(speed.preset, speed.shape, speed.tokens_per_second) for speed in speeds] == list(rows)
+    record["figures"]["of earlier code"] = record["figures"]["first"]
+    file.write_text(json.dumps(record))
+    assert read_inputs([file]).speeds == speeds
 
 
 CHOSEN = ("suite", "form", "packed", "value_heads", "passes", "seconds")

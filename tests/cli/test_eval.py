@@ -101,6 +101,10 @@ def test_needles_and_their_picture(place: Path) -> None:
         ([], "error: tasks: got none, expected a suite or names of tasks"),
         (["--tasks", "boolq", "--batch-size", "0"], "error: batch-size: got '0', expected auto"),
         (["--tasks", "boolq", "--lengths", "1k"], "error: lengths: got '1k', expected numbers"),
+        (
+            ["--tasks", "boolq", "--lengths", "9" * 20],
+            f"error: lengths: got {'9' * 20}, expected 1",
+        ),
         (["--tasks", "boolq", "--limit", "0"], "error: limit: got 0, expected a positive number"),
         (["--tasks", "boolq", "--tokenizer", "bytes"], "error: tokenizer: got bytes of 256 tokens"),
         (["--tasks", "boolqq"], "failed: boolqq: task: got 'boolqq', expected boolq"),

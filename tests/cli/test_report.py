@@ -156,6 +156,8 @@ def test_two_speeds_of_one_model_are_refused(tmp_path: Path) -> None:
     result = gdn2("report", *files, "--out", out)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: speeds: got two of gdn2-1.3b-hybrid, ")
+    same = tmp_path / "out" / ".." / "a.json"
+    assert len(read_inputs([files[0], same]).speeds) == 1
 
 
 def test_folders_that_are_wrong_are_one_line(run: Path, tmp_path: Path) -> None:

@@ -273,6 +273,9 @@ def test_without_a_gpu_the_cpu_answers(
     [
         ({}, "model_args: got no pretrained, expected pretrained=FOLDER"),
         ({"pretrained": "m", "windows": 3}, "model_args: got 'windows', expected window"),
+        ({"pretrained": "m", "window": "abc"}, "window: got 'abc', expected an integer of at le"),
+        ({"pretrained": "m", "window": 0}, "window: got 0, expected an integer of at least 1"),
+        ({"pretrained": "m", "carry_state": 7}, "carry_state: got 7, expected true or false"),
         ({"pretrained": "m", "dtype": "fp16"}, "dtype: got 'fp16', expected one of float64, flo"),
     ],
     ids=str,

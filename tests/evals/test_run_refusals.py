@@ -74,6 +74,20 @@ def test_requests_of_another_tokenizer_are_refused(place: Path) -> None:
         answer_requests(other, place / "requests.jsonl", place / "gpu")
 
 
+def test_results_of_another_model_keep_their_folder(place: Path) -> None:
+    """No answers are begun beside them, which would keep their own model out."""
+    evaluate(subject(place), ["boolq"], sources(place), place / "first")
+    out, answers = place / "out", place / "first/answers.jsonl"
+    evaluate(subject(place), ["boolq"], sources(place), out, answers=answers)
+    other = shutil.copytree(place / MODEL, place / "other")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with pytest.raises(ValueError, match=r"results\.json: got results of another model"):
+        evaluate(subject(place, name="other"), ["boolq"], sources(place), out)
+    assert [path.name for path in out.iterdir()] == ["results.json"]
+    evaluate(subject(place), ["boolq"], sources(place), out)
+
+
 def test_answers_of_another_model_are_refused(place: Path) -> None:
     """Another config, other weights, another tokenizer; a folder without weights is enough to join them."""
     evaluate(subject(place), ["boolq"], sources(place), place / "first")

@@ -169,6 +169,14 @@ def test_results_of_lm_eval_stand_in_the_card(run: Path) -> None:
         ([1], r"results\.json: got a list, expected a table$"),
         ({"tiny": 0.5}, r"results\.json: got none, expected results of `gdn2 eval` or of lm-eval$"),
         ({"results": {"tiny": 0.5}}, r"got none, expected results of `gdn2 eval` or of lm-eval$"),
+        (
+            {"format": "gdn2 results 1", "tasks": {}},
+            r"json: got no model, or a task without numbers",
+        ),
+        (
+            {"format": "gdn2 results 1", "tasks": {}, "model": 7},
+            r"json: got no model, or a task without numbers, expected results of `gdn2 eval`$",
+        ),
         ({"config": "0", "step": 3}, r"got those of model 0 after step 3, expected of \w+ after"),
         ({"step": 2}, r"got those of model \w+ after step 2, expected of \w+ after step 3$"),
     ],
@@ -197,6 +205,22 @@ def test_results_of_other_weights_are_refused(run: Path) -> None:
     with pytest.raises(ValueError, match=message):
         export_run(run, run.parent / "m", results=results(run, content))
     assert not (run.parent / "m").exists()
+
+
+def test_a_run_called_like_a_checkpoint_is_exported(run: Path) -> None:
+    place = run.parent / "step-00001000"
+    shutil.copytree(run, place)
+    assert command("export", place, run.parent / "m").exit_code == 0
+    assert "| steps | 3 |" in (run.parent / "m" / "README.md").read_text()
+
+
+def test_what_another_export_left_is_not_taken_over(run: Path) -> None:
+    """A kill between two renames leaves a folder under another name, where readers find it."""
+    assert command("export", run, run.parent / "m").exit_code == 0
+    (run.parent / "m").rename(run.parent / ".m.old")
+    result = command("export", run, run.parent / "m")
+    assert result.exit_code == 2 and f"{run.parent / 'm'}, which exists" in result.stderr
+    assert (run.parent / ".m.old" / "config.json").is_file()
 
 
 def test_what_cannot_be_written_or_read_leaves_nothing(run: Path) -> None:

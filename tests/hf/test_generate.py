@@ -161,6 +161,30 @@ def test_a_conversation_may_be_assisted_at_times() -> None:
     assert cache.get_seq_length() == written.shape[1] - 1
 
 
+@pytest.mark.parametrize("read", [3, 6, 9])
+def test_a_turn_may_be_given_by_its_new_tokens_alone(read: int) -> None:
+    """With a mask of the whole sequence, as transformers allows it."""
+    said = torch.tensor([prompts()[0] * 3])[:, :12]
+    expected = greedy(said)
+    ways: list[dict[str, Any]] = [
+        *({}, {"assistant_model": assistant(0.02)}, {"prompt_lookup_num_tokens": 3})
+    ]
+    for options in ways:
+        cache = Gdn2Cache()
+        MODEL(said[:, :read], past_key_values=cache)
+        mask = torch.ones_like(said)
+        written = greedy(said[:, read:], mask, past_key_values=cache, **options)
+        assert torch.equal(written[:, 12 - read :], expected[:, 12:]), options
+
+
+def test_what_a_cache_reads_after_assisted_decoding_is_not_recorded() -> None:
+    said, cache = torch.tensor([prompts()[0] * 3]), Gdn2Cache()
+    greedy(said, past_key_values=cache, prompt_lookup_num_tokens=3)
+    for _ in range(3):
+        MODEL(said[:, :1], past_key_values=cache)
+    assert not cache.is_recording and cache._calls == []
+
+
 def test_columns_can_be_taken_back_from_any_call() -> None:
     ids = tokens(2, 12)
     whole = MODEL(ids).logits

@@ -281,6 +281,28 @@ def test_the_command_writes_a_model_folder(tmp_path: Path) -> None:
     assert_same(gdn2.load(tmp_path / "m"), model)
 
 
+def test_a_broken_import_leaves_nothing_and_takes_nothing_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(replace(config(LAYER), vocab_size=400)).float()
+    save_file(around_fla(model), tmp_path / "fla.safetensors")
+    name = save_tokenizer(tmp_path, "json")
+    command = ["import", str(tmp_path / "fla.safetensors"), str(tmp_path / "m")]
+    command += ["--tokenizer", name, "--output-gate", "sigmoid"]
+
+    def stop(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr("gdn2.hf.special_tokens.write_special_tokens", stop)
+        assert CliRunner().invoke(app, command).exit_code == 2
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    (tmp_path / "m").rename(tmp_path / ".m.old")  # as a kill between two renames leaves it
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and "m, which exists, expected a new one" in refused.stderr
+
+
 def test_files_that_are_no_archives_are_read_too(tmp_path: Path) -> None:
     model = hybrid()
     torch.save(official(model), tmp_path / "old.pth", _use_new_zipfile_serialization=False)

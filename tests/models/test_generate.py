@@ -244,6 +244,20 @@ def test_a_space_after_what_has_no_text_is_kept() -> None:
     assert "".join(map(out.push, ids)) + out.finish() == decoded(ids) == "w1 w2 w3"
 
 
+def test_tokens_without_text_are_not_read_again_and_again() -> None:
+    """Such as a model's that has more tokens than its tokenizer."""
+    lengths: list[int] = []
+
+    def decoded(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return "".join(f" w{i}" if i else "" for i in ids).removeprefix(" ")
+
+    for ids in ([1, *[0] * 300, 2], [*[0] * 300, 1, 2]):
+        out = TextStream(decoded)
+        assert "".join(map(out.push, ids)) + out.finish() == "w1 w2"
+    assert max(lengths) <= 3
+
+
 @pytest.mark.parametrize("cell", [(DELTA,), (DELTA, MIXERS["window"])], ids=["recurrent", "hybrid"])
 @pytest.mark.parametrize("context", [8192, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_memory_of_decoding_does_not_grow_with_the_context(

@@ -152,6 +152,29 @@ def test_the_first_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == "\nSIGTERM: saving after this step; again leaves at once\n"
 
 
+def test_a_signal_asks_though_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `tee`, which Ctrl-C has ended too."""
+
+    def write(*_: Any) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("os.write", write)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.by == "Ctrl-C"
+
+
+def test_a_run_ends_well_though_nobody_reads_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rich.console.Console.print", say)
+    assert train(config(tmp_path)).is_finished
+    assert (tmp_path / "model").is_dir()
+
+
 def test_the_first_signal_asks_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
