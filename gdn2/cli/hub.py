@@ -35,6 +35,10 @@ def import_checkpoint(
     rotary_base: Annotated[float, typer.Option(help="Of attention's positions.")] = 10000.0,
     norm_eps: Annotated[float, typer.Option(help="Of all norms.")] = 1e-5,
     tied: Annotated[bool, typer.Option(help="The embedding is the head as well.")] = False,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="What is called otherwise, such as norm=norm_f. Repeatable."),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, or a tokenizer's file or folder, for the model.")
     ] = None,
@@ -43,6 +47,7 @@ def import_checkpoint(
     _need_transformers()
     from gdn2.data.tokenizers import load_tokenizer
     from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
+    from gdn2.hf.recognising import read_names
     from gdn2.hf.special_tokens import write_special_tokens
     from gdn2.models.files import new_folder, standing
     from gdn2.models.folder import save_model
@@ -58,6 +63,7 @@ def import_checkpoint(
         rotary_base=rotary_base,
         norm_eps=norm_eps,
         tied=tied,
+        names=read_names(name or ()),
     )
     model = import_model(read_checkpoint(checkpoint), unsaid)
     with TemporaryDirectory() as files, new_folder(folder) as written:

@@ -1,8 +1,9 @@
 """Other people's checkpoints as our models; every tensor is accounted for, or the file is refused."""
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mode
 from typing import Any, Literal
@@ -11,17 +12,18 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from gdn2.hf.naming import WRAPPERS, Naming
+from gdn2.hf.forms import Tensors, check_complete, check_shapes, to_ours
+from gdn2.hf.naming import ROLES, Kind, Naming
+from gdn2.hf.recognising import recognise, unplayed
 from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
+from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
 from gdn2.models.files import read_tensors
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.weights import weight_files
 from gdn2.ops.arguments import require
 
-Tensors = Mapping[str, Tensor]
-
-
+WRAPPERS = re.compile(r"^(?:_forward_module\.|module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")
 CHECKPOINT = "a checkpoint of tensors and plain values"
 OTHER = "something else, or code, which is not run"
 
@@ -33,6 +35,7 @@ class Unsaid:
     output_gate: "silu" in the released code, "sigmoid" in fla; names and shapes are the same. None is SiLU for the
         released code's checkpoints, and an error for others.
     head_dim, window, rotary_base: of attention, where there is any; the defaults are the released code's.
+    names: what is called otherwise, as `recognise` takes it.
     """
 
     output_gate: Literal["silu", "sigmoid"] | None = None
@@ -42,9 +45,12 @@ class Unsaid:
     rotary_base: float = 10000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.head_dim >= 1, "head_dim", self.head_dim, "at least 1")
+        for role, name in self.names.items():
+            require(role in ROLES, "name", f"{role}={name}", f"{nearest(role, ROLES)} before =")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -70,24 +76,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
 
 def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
     """The model that a checkpoint of the released code, or of a model around fla's layer, holds."""
-    naming = Naming.of(tensors)
-    names = dict(naming.pairs(unsaid.tied))
-    fused = [naming.fused(i) for i in range(naming.count) if naming.is_fused(i)]
-    _check_complete(tensors.keys(), {*names.values(), *fused})
+    naming = recognise(tensors.keys(), unsaid.names, unsaid.tied)
+    pairs = [*naming.pairs()]
+    check_complete(tensors.keys(), pairs, unplayed(tensors.keys(), naming))
+    names = {own: other for owns, other in pairs for own in owns}
     config = _config(tensors, naming, names, unsaid)
     with torch.device("meta"):
         model = LanguageModel(config)
-    weights = {own: _unfolded(own, tensors[other]) for own, other in names.items()}
-    for i in range(naming.count):
-        if naming.is_fused(i):
-            name = naming.fused(i)
-            parts = _split(name, tensors[name], unsaid.head_dim)
-            for own, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
-                names[f"blocks.{i}.mixer.{own}.weight"] = name
-                weights[f"blocks.{i}.mixer.{own}.weight"] = part
-    for own, parameter in model.named_parameters():
-        got, expected = tuple(weights[own].shape), tuple(parameter.shape)
-        require(got == expected, f"checkpoint: {names[own]}", f"shape {got}", expected)
+    weights = to_ours(tensors, pairs, unsaid.head_dim)
+    check_shapes(weights, names, model)
     # Tensors of a file may share its memory, and lie where products round differently.
     model.load_state_dict({own: x.clone() for own, x in weights.items()}, assign=True)
     return model
@@ -107,15 +104,6 @@ def _unpickle(file: Path) -> dict[str, Any]:
     return found
 
 
-def _check_complete(found: Iterable[str], expected: set[str]) -> None:
-    names = set(found)
-    for kind, strange in (("no", expected - names), ("unexpected", names - expected)):
-        first = sorted(strange)[:3]
-        more = f" and {len(strange) - 3} more" * (len(strange) > 3)
-        what = f"{kind} {', '.join(first)}{more}"
-        require(not strange, "checkpoint", what, "the tensors of its blocks and no others")
-
-
 def _config(tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Unsaid) -> ModelConfig:
     """Sizes that most blocks agree on, taken from vectors and counts: so a tensor that is wrong is the one refused."""
 
@@ -125,14 +113,14 @@ def _config(tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Uns
     width = size("mixer_norm.weight")
     mixers: list[MixerConfig] = [
         _delta(size, width, naming, unsaid)
-        if naming.is_delta(i)
-        else _attention(tensors, naming, names, unsaid, width, i)
-        for i in range(naming.count)
+        if kind == "delta"
+        else _attention(tensors, kind, names, unsaid, width, i)
+        for i, kind in enumerate(naming.kinds)
     ]
     return ModelConfig(
         hidden_size=width,
         intermediate_size=size("mlp.up_proj.weight") // width,
-        num_hidden_layers=naming.count,
+        num_hidden_layers=len(naming.kinds),
         cell=_cell(mixers),
         vocab_size=size("embedding.weight") // width,
         rms_norm_eps=unsaid.norm_eps,
@@ -160,19 +148,16 @@ def _delta(size: Callable[[str], int], width: int, naming: Naming, unsaid: Unsai
 
 
 def _attention(
-    tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Unsaid, width: int, i: int
+    tensors: Tensors, kind: Kind, names: dict[str, str], unsaid: Unsaid, width: int, i: int
 ) -> AttentionConfig:
-    def heads(rows: int, name: str) -> int:
+    def heads(own: str) -> int:
+        name = names[f"blocks.{i}.mixer.{own}.weight"]
+        rows = tensors[name].numel() // width // (3 if kind == "fused" else 1)
         fits = rows % unsaid.head_dim == 0
         require(fits, "head_dim", unsaid.head_dim, f"a divisor of {rows}, the rows of {name}")
         return rows // unsaid.head_dim
 
-    if naming.is_fused(i):
-        name = naming.fused(i)
-        queries = keys = heads(tensors[name].numel() // width // 3, name)
-    else:
-        q, k = (names[f"blocks.{i}.mixer.{own}.weight"] for own in ("q_proj", "k_proj"))
-        queries, keys = (heads(tensors[name].numel() // width, name) for name in (q, k))
+    queries, keys = heads("q_proj"), heads("k_proj")
     return AttentionConfig(
         num_heads=queries,
         num_kv_heads=None if keys == queries else keys,
@@ -187,18 +172,3 @@ def _cell(mixers: list[MixerConfig]) -> tuple[MixerConfig, ...]:
     count = len(mixers)
     periods = (n for n in range(1, count + 1) if count % n == 0)
     return next(tuple(mixers[:n]) for n in periods if mixers[:n] * (count // n) == mixers)
-
-
-def _unfolded(own: str, tensor: Tensor) -> Tensor:
-    """A convolution's weight [channels, 1, width] without its middle."""
-    is_depthwise = "_conv." in own and tensor.ndim == 3 and tensor.shape[1] == 1
-    return tensor.squeeze(1) if is_depthwise else tensor
-
-
-def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
-    """Queries, keys and values of rows that are grouped by head."""
-    fits = fused.ndim == 2 and fused.shape[0] % (3 * head_dim) == 0
-    expected = f"rows of queries, keys and values of heads of {head_dim}"
-    require(fits, f"checkpoint: {name}", f"shape {tuple(fused.shape)}", expected)
-    grouped = fused.unflatten(0, (-1, 3, head_dim))
-    return [grouped[:, part].flatten(0, 1) for part in range(3)]

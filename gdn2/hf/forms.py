@@ -1,0 +1,63 @@
+"""The forms in which others hold our tensors, and whether theirs are all there and of the right shapes."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from gdn2.hf.naming import Pair
+from gdn2.ops.arguments import require
+
+Tensors = Mapping[str, Tensor]
+
+
+def to_ours(tensors: Tensors, pairs: Iterable[Pair], head_dim: int) -> dict[str, Tensor]:
+    """Their tensors by our names and in our forms; `head_dim` is that of attention."""
+    found: dict[str, Tensor] = {}
+    for owns, other in pairs:
+        tensor = tensors[other]
+        parts = _split(other, tensor, head_dim) if len(owns) > 1 else [_flat(owns[0], tensor)]
+        found |= dict(zip(owns, parts, strict=True))
+    return found
+
+
+def check_complete(
+    found: Collection[str], pairs: Iterable[Pair], unplayed: Collection[str] = ()
+) -> None:
+    """Refuse names that are missing, left over, or those of two of our tensors; `unplayed` roles have options."""
+    owners = Counter(other for _, other in pairs)
+    twice = [name for name, count in owners.items() if count > 1]
+    require(not twice, "checkpoint", f"{_some(twice)} for two parts", "a tensor for each")
+    names, expected = set(found), set(owners)
+    strange = {"no": expected - names, "unexpected": names - expected}
+    got = " and ".join(f"{kind} {_some(those)}" for kind, those in strange.items() if those)
+    options = " and ".join(f"--name {role}=…" for role in unplayed)
+    hint = f"; {options} would say what is called otherwise" * bool(options)
+    require(not got, "checkpoint", got, f"the tensors of its blocks and no others{hint}")
+
+
+def check_shapes(weights: Tensors, names: Mapping[str, str], module: nn.Module) -> None:
+    """Refuse weights that do not fit a module's parameters, by the names that others give them."""
+    for own, parameter in module.named_parameters():
+        got, expected = tuple(weights[own].shape), tuple(parameter.shape)
+        require(got == expected, f"checkpoint: {names[own]}", f"shape {got}", expected)
+
+
+def _flat(own: str, tensor: Tensor) -> Tensor:
+    """A convolution's weight [channels, 1, width] without its middle."""
+    is_depthwise = "_conv." in own and tensor.ndim == 3 and tensor.shape[1] == 1
+    return tensor.squeeze(1) if is_depthwise else tensor
+
+
+def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
+    """Queries, keys and values of rows that are grouped by head."""
+    fits = fused.ndim == 2 and fused.shape[0] % (3 * head_dim) == 0
+    expected = f"rows of queries, keys and values of heads of {head_dim}"
+    require(fits, f"checkpoint: {name}", f"shape {tuple(fused.shape)}", expected)
+    grouped = fused.unflatten(0, (-1, 3, head_dim))
+    return [grouped[:, part].flatten(0, 1) for part in range(3)]
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - 3} more" * (len(names) > 3)
+    return ", ".join(sorted(names)[:3]) + more
