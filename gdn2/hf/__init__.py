@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from gdn2.hf.cache import Gdn2Cache
 from gdn2.hf.configuration import Gdn2Config
+from gdn2.hf.layer import load_layer
 from gdn2.hf.modeling import Gdn2ForCausalLM, Gdn2Model
 
-__all__ = ["Gdn2Cache", "Gdn2Config", "Gdn2ForCausalLM", "Gdn2Model"]
+__all__ = ["Gdn2Cache", "Gdn2Config", "Gdn2ForCausalLM", "Gdn2Model", "load_layer"]
 
 AutoConfig.register(Gdn2Config.model_type, Gdn2Config)
 AutoModel.register(Gdn2Config, Gdn2Model)

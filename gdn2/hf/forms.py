@@ -11,8 +11,8 @@ from gdn2.ops.arguments import require
 Tensors = Mapping[str, Tensor]
 
 
-def to_ours(tensors: Tensors, pairs: Iterable[Pair], head_dim: int) -> dict[str, Tensor]:
-    """Their tensors by our names and in our forms; `head_dim` is that of attention."""
+def to_ours(tensors: Tensors, pairs: Iterable[Pair], head_dim: int = 0) -> dict[str, Tensor]:
+    """Their tensors by our names and in our forms; `head_dim` is that of attention, if there is any."""
     found: dict[str, Tensor] = {}
     for owns, other in pairs:
         tensor = tensors[other]
@@ -21,19 +21,15 @@ def to_ours(tensors: Tensors, pairs: Iterable[Pair], head_dim: int) -> dict[str,
     return found
 
 
-def check_complete(
-    found: Collection[str], pairs: Iterable[Pair], unplayed: Collection[str] = ()
-) -> None:
-    """Refuse names that are missing, left over, or those of two of our tensors; `unplayed` roles have options."""
+def check_complete(found: Collection[str], pairs: Iterable[Pair], whole: str) -> None:
+    """Refuse names that are missing, left over, or those of two of our tensors; all of them are `whole`."""
     owners = Counter(other for _, other in pairs)
     twice = [name for name, count in owners.items() if count > 1]
     require(not twice, "checkpoint", f"{_some(twice)} for two parts", "a tensor for each")
     names, expected = set(found), set(owners)
     strange = {"no": expected - names, "unexpected": names - expected}
     got = " and ".join(f"{kind} {_some(those)}" for kind, those in strange.items() if those)
-    options = " and ".join(f"--name {role}=…" for role in unplayed)
-    hint = f"; {options} would say what is called otherwise" * bool(options)
-    require(not got, "checkpoint", got, f"the tensors of its blocks and no others{hint}")
+    require(not got, "checkpoint", got, whole)
 
 
 def check_shapes(weights: Tensors, names: Mapping[str, str], module: nn.Module) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mode
-from typing import Any, Literal
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 
 from gdn2.hf.forms import Tensors, check_complete, check_shapes, to_ours
-from gdn2.hf.naming import ROLES, Kind, Naming
-from gdn2.hf.recognising import recognise, unplayed
+from gdn2.hf.naming import GATES, ROLES, Gate, Kind, Naming
+from gdn2.hf.recognising import advice, recognise
 from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
 from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
@@ -38,7 +38,7 @@ class Unsaid:
     names: what is called otherwise, as `recognise` takes it.
     """
 
-    output_gate: Literal["silu", "sigmoid"] | None = None
+    output_gate: Gate | None = None
     erase_range: float = 1.0
     head_dim: int = 128
     window: int | None = 2048
@@ -78,7 +78,8 @@ def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
     """The model that a checkpoint of the released code, or of a model around fla's layer, holds."""
     naming = recognise(tensors.keys(), unsaid.names, unsaid.tied)
     pairs = [*naming.pairs()]
-    check_complete(tensors.keys(), pairs, unplayed(tensors.keys(), naming))
+    whole = "the tensors of its blocks and no others"
+    check_complete(tensors.keys(), pairs, whole + advice(tensors.keys(), naming))
     names = {own: other for owns, other in pairs for own in owns}
     config = _config(tensors, naming, names, unsaid)
     with torch.device("meta"):
@@ -130,8 +131,7 @@ def _config(tensors: Tensors, naming: Naming, names: dict[str, str], unsaid: Uns
 
 def _delta(size: Callable[[str], int], width: int, naming: Naming, unsaid: Unsaid) -> DeltaConfig:
     gate = unsaid.output_gate or ("silu" if naming.is_official else None)
-    expected = "silu, as in the released code, or sigmoid, as in fla: names and shapes are the same"
-    require(gate is not None, "output_gate", gate, expected)
+    require(gate is not None, "output_gate", gate, GATES)
     assert gate is not None
     heads, keys = size(".decay_log_rate"), size(".decay_bias")
     values, value_head = size(".gate_proj.up.bias"), size(".mixer.norm.weight")

@@ -52,6 +52,10 @@ TRUNK = ("embedding", "norm", "head")  # roles outside the blocks
 ATTENTION = {f"attention.{x}_proj": f"mixer.{x}_proj" for x in ("q", "k", "v", "out")}
 ROLES = (*FLA, *ATTENTION)
 
+# Nothing in a file tells the output gates apart.
+GATES = "silu, as in the released code, or sigmoid, as in fla: names and shapes are the same"
+
+Gate = Literal["silu", "sigmoid"]
 Kind = Literal["delta", "attention", "fused"]
 Pair = tuple[tuple[str, ...], str]  # ours and theirs; in a fused tensor there are three of ours
 

@@ -66,11 +66,12 @@ def recognise(names: Collection[str], called: Mapping[str, str], tied: bool) -> 
     return replace(naming, roles=found)
 
 
-def unplayed(names: Collection[str], naming: Naming) -> list[str]:
-    """Roles that no tensor of these names plays."""
-    return [
-        role for role, theirs in naming.roles.items() if not _plays(names, naming, role, theirs)
-    ]
+def advice(names: Collection[str], naming: Naming) -> str:
+    """The options for roles that no tensor of these names plays, or nothing."""
+    roles = naming.roles.items()
+    missing = [role for role, theirs in roles if not _plays(names, naming, role, theirs)]
+    options = " and ".join(f"--name {role}=…" for role in missing)
+    return f"; {options} would say what is called otherwise" * bool(missing)
 
 
 def _first_convolution(names: Collection[str]) -> tuple[str, str]:
