@@ -5,7 +5,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,6 +17,14 @@ class Gate(StrEnum):
 
     silu = "silu"
     sigmoid = "sigmoid"
+
+
+class Format(StrEnum):
+    """Whose names and forms weights are written in."""
+
+    gdn2 = "gdn2"
+    lit_gpt = "lit-gpt"
+    fla = "fla"
 
 
 @app.command(name="import")
@@ -82,7 +90,9 @@ def import_checkpoint(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    run: Annotated[
+        Path, typer.Argument(help="A training run's folder; for lit-gpt and fla also a model's.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where to write; a new folder.")],
     step: Annotated[
         int | None, typer.Option(help="Of a checkpoint that was kept; by default the latest.")
@@ -91,23 +101,56 @@ def export(
         Path | None,
         typer.Option(dir_okay=False, help="JSON of gdn2 eval or lm-eval, for the model card."),
     ] = None,
+    format: Annotated[
+        Format,
+        typer.Option(help="gdn2 is for transformers too; lit-gpt and fla are weights alone."),
+    ] = Format.gdn2,
+    output_gate: Annotated[
+        Gate | None,
+        typer.Option(help="The model's, to write it where the format's code computes another."),
+    ] = None,
 ) -> None:
-    """Write a trained model with its tokenizer, generation config and model card."""
+    """Write a trained model with tokenizer, generation config and card; or its weights in other people's names."""
     _need_transformers()
-    from gdn2.data.tokenizers import load_tokenizer
-    from gdn2.hf.export import export_run, find_model
+    from gdn2.hf.export import find_model
+    from gdn2.hf.foreign import find_weights
     from gdn2.models.run_folder import checkpoint_of
+    from gdn2.ops.arguments import require
     from gdn2.training.checkpoint_files import damage
 
-    source = find_model(run, step)
+    is_ours = format is Format.gdn2
+    source = find_model(run, step) if is_ours else find_weights(run, step)
     checkpoint = checkpoint_of(source)
     wrong = None if checkpoint is None else damage(checkpoint, "model/")
     if wrong is not None:
         raise ValueError(f"{checkpoint}: got {wrong}, expected a whole one; --step takes another")
+    if is_ours:
+        expected = "nothing: the format gdn2 says the model's own"
+        require(output_gate is None, "output_gate", output_gate, expected)
+        _export_run(run, folder, source, step, results)
+    else:
+        require(results is None, "results", results, f"nothing: {format} has no model card")
+        _export_weights(source, folder, format, output_gate)
+
+
+def _export_run(
+    run: Path, folder: Path, source: Path, step: int | None, results: Path | None
+) -> None:
+    from gdn2.data.tokenizers import load_tokenizer
+    from gdn2.hf.export import export_run
+
     own = load_tokenizer(source) if any(source.glob("tokenizer.*")) else None
     bos, eos = (None, None) if own is None else (own.bos_id, own.eos_id)
     export_run(run, folder, step=step, bos_id=bos, eos_id=eos, results=results)
     typer.echo(f"wrote {folder}")
+
+
+def _export_weights(source: Path, folder: Path, format: Format, gate: Gate | None) -> None:
+    from gdn2.hf.foreign import export_weights, in_options
+
+    form: Literal["lit-gpt", "fla"] = "lit-gpt" if format is Format.lit_gpt else "fla"
+    file, unsaid = export_weights(source, folder, form, None if gate is None else gate.value)
+    typer.echo(f"wrote {file}, which gdn2 import reads with {in_options(unsaid)}")
 
 
 def _need_transformers() -> None:

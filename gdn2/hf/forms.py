@@ -1,8 +1,9 @@
 """The forms in which others hold our tensors, and whether theirs are all there and of the right shapes."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from gdn2.hf.naming import Pair
@@ -18,6 +19,15 @@ def to_ours(tensors: Tensors, pairs: Iterable[Pair], head_dim: int = 0) -> dict[
         tensor = tensors[other]
         parts = _split(other, tensor, head_dim) if len(owns) > 1 else [_flat(owns[0], tensor)]
         found |= dict(zip(owns, parts, strict=True))
+    return found
+
+
+def to_theirs(weights: Tensors, pairs: Iterable[Pair], head_dim: int = 0) -> dict[str, Tensor]:
+    """Our tensors by their names and in their forms, from which `to_ours` makes them again."""
+    found: dict[str, Tensor] = {}
+    for owns, other in pairs:
+        parts = [weights[own] for own in owns]
+        found[other] = _fuse(parts, head_dim) if len(parts) > 1 else _deep(owns[0], parts[0])
     return found
 
 
@@ -45,6 +55,10 @@ def _flat(own: str, tensor: Tensor) -> Tensor:
     return tensor.squeeze(1) if is_depthwise else tensor
 
 
+def _deep(own: str, tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(1) if "_conv." in own else tensor
+
+
 def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
     """Queries, keys and values of rows that are grouped by head."""
     fits = fused.ndim == 2 and fused.shape[0] % (3 * head_dim) == 0
@@ -52,6 +66,11 @@ def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
     require(fits, f"checkpoint: {name}", f"shape {tuple(fused.shape)}", expected)
     grouped = fused.unflatten(0, (-1, 3, head_dim))
     return [grouped[:, part].flatten(0, 1) for part in range(3)]
+
+
+def _fuse(parts: Sequence[Tensor], head_dim: int) -> Tensor:
+    grouped = [part.unflatten(0, (-1, head_dim)) for part in parts]
+    return torch.stack(grouped, 1).flatten(0, 2)
 
 
 def _some(names: Collection[str]) -> str:

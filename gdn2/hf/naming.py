@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Of the layer, the same in both; what it shares with attention comes first.
-SHARED = {
-    "q_proj.weight": "q_proj.weight",
-    "k_proj.weight": "k_proj.weight",
-    "v_proj.weight": "v_proj.weight",
-    "out_proj.weight": "o_proj.weight",
-}
+SHARED = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
 DELTA = {
     "q_conv.weight": "q_conv1d.weight",
     "k_conv.weight": "k_conv1d.weight",
@@ -48,14 +43,18 @@ LIT_GPT = {
     "mlp.up_proj": "mlp.swiglu.w2",
     "mlp.down_proj": "mlp.swiglu.w3",
 }
+# What is before names of the trunk, what comes then before a block's number, and what plays the roles.
+PLACES = {"fla": ("model.", "layers.", FLA), "lit-gpt": ("transformer.", "h.", LIT_GPT)}
+LAYER = "attn."  # before a mixer's own names
 TRUNK = ("embedding", "norm", "head")  # roles outside the blocks
-ATTENTION = {f"attention.{x}_proj": f"mixer.{x}_proj" for x in ("q", "k", "v", "out")}
+ATTENTION = {f"attention.{own}": other for own, other in SHARED.items()}  # in the mixer's place
 ROLES = (*FLA, *ATTENTION)
 
 # Nothing in a file tells the output gates apart.
 GATES = "silu, as in the released code, or sigmoid, as in fla: names and shapes are the same"
 
 Gate = Literal["silu", "sigmoid"]
+Format = Literal["lit-gpt", "fla"]
 Kind = Literal["delta", "attention", "fused"]
 Pair = tuple[tuple[str, ...], str]  # ours and theirs; in a fused tensor there are three of ours
 
@@ -72,13 +71,14 @@ class Naming:
     @property
     def is_official(self) -> bool:
         """Whether this is the released code's."""
-        mlp = f"{LIT_GPT['mlp.gate_proj']}.weight"
-        return self.blocks == "transformer.h." and self.roles["mlp.gate_proj"] == mlp
+        known = naming_in("lit-gpt", self.kinds, tied=False)
+        mlp = "mlp.gate_proj"
+        return self.blocks == known.blocks and self.roles[mlp] == known.roles[mlp]
 
     def pairs(self) -> Iterator[Pair]:
         """Our names and the file's, of every tensor."""
         for role, theirs in self.roles.items():
-            ours = f"{ATTENTION.get(role, role)}.weight"
+            ours = f"{role.replace('attention.', 'mixer.')}.weight"
             places = ("",) if role in TRUNK else (f"blocks.{i}." for i in self._players(role))
             for place, name in zip(places, self.names(role, theirs), strict=True):
                 yield (f"{place}{ours}",), name
@@ -101,7 +101,21 @@ class Naming:
         return [i for i, kind in enumerate(self.kinds) if every or kind == "attention"]
 
 
+def naming_in(form: Format, kinds: tuple[Kind, ...], tied: bool) -> Naming:
+    """The naming of the released code, or of a model around fla's layers as fla names its own."""
+    trunk, blocks, table = PLACES[form]
+    roles = {
+        role: f"{trunk if role in ('embedding', 'norm') else ''}{name}.weight"
+        for role, name in table.items()
+        if role != "head" or not tied
+    }
+    if "attention" in kinds:
+        roles |= {role: f"{LAYER}{name}.weight" for role, name in ATTENTION.items()}
+    return Naming(trunk + blocks, LAYER, kinds, roles)
+
+
 def layer_pairs(ours: str, theirs: str) -> Iterator[Pair]:
     """Names of a delta mixer's tensors, each with what is before it."""
-    for own, other in {**SHARED, **DELTA}.items():
+    shared = {f"{own}.weight": f"{other}.weight" for own, other in SHARED.items()}
+    for own, other in {**shared, **DELTA}.items():
         yield (f"{ours}{own}",), f"{theirs}{other}"

@@ -13,7 +13,6 @@ from gdn2.hf.naming import (
     FUSED_OUT,
     LIT_GPT,
     ROLES,
-    SHARED,
     TRUNK,
     Kind,
     Naming,
@@ -57,8 +56,8 @@ def recognise(names: Collection[str], called: Mapping[str, str], tied: bool) -> 
     count = 1 + max(int(number[1]) for number in numbers if number)
     kinds = tuple(_kind(names, f"{blocks}{i}.{layer}") for i in range(count))
     naming = Naming(blocks, layer, kinds, {})
-    missing = {*(ATTENTION if "attention" not in kinds else ()), *(["head"] if tied else [])}
-    roles = [role for role in ROLES if role not in missing]
+    absent = {*(() if "attention" in kinds else ATTENTION), *(["head"] if tied else [])}
+    roles = [role for role in ROLES if role not in absent]
     for role, said in called.items():
         had = f"one of {', '.join(roles)}, which the model has"
         require(role in roles, "name", f"{role}={said}", had)
@@ -70,8 +69,9 @@ def advice(names: Collection[str], naming: Naming) -> str:
     """The options for roles that no tensor of these names plays, or nothing."""
     roles = naming.roles.items()
     missing = [role for role, theirs in roles if not _plays(names, naming, role, theirs)]
-    options = " and ".join(f"--name {role}=…" for role in missing)
-    return f"; {options} would say what is called otherwise" * bool(missing)
+    tied = {"head": " or --tied"}
+    options = " and ".join(f"--name {role}=…{tied.get(role, '')}" for role in missing)
+    return f"; {options} would help" * bool(missing)
 
 
 def _first_convolution(names: Collection[str]) -> tuple[str, str]:
@@ -112,8 +112,7 @@ def _options(naming: Naming, role: str, said: str | None) -> list[str]:
     if said is not None:
         options = [said, f"{said}.weight"]
     elif role in ATTENTION:
-        own = ATTENTION[role].removeprefix("mixer.")
-        options = [naming.layer + SHARED[f"{own}.weight"]]
+        options = [f"{naming.layer}{ATTENTION[role]}.weight"]
     else:
         options = [f"{name}.weight" for name in (FLA[role], LIT_GPT[role], *COMMON.get(role, ()))]
     if role not in TRUNK:

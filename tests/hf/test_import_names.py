@@ -86,7 +86,7 @@ def test_the_option_for_a_role_that_is_missing_is_named(place: int) -> None:
     role = WORDS[place].partition("=")[0]
     with pytest.raises(ValueError, match=r"^checkpoint: got no .* and unexpected ") as caught:
         import_with(WORDS[:place] + WORDS[place + 1 :], own_trunk())
-    ending = f"; --name {role}=… would say what is called otherwise"
+    ending = f"; --name {role}=…{' or --tied' if role == 'head' else ''} would help"
     assert str(caught.value).endswith(ending)
 
 
@@ -98,7 +98,7 @@ def test_all_options_that_would_help_are_named() -> None:
         "checkpoint: got no backbone.embeddings.weight, backbone.norm.weight "
         "and unexpected backbone.tok_emb.weight, norm_f.scale, "
         "expected the tensors of its blocks and no others; "
-        "--name embedding=… and --name norm=… would say what is called otherwise"
+        "--name embedding=… and --name norm=… would help"
     )
 
 
