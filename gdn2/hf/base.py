@@ -148,7 +148,7 @@ class Gdn2PreTrainedModel(PreTrainedModel):
     def _run(
         self, x: Tensor, layout: Layout, cache: Gdn2Cache | None, output_hidden_states: bool | None
     ) -> Encoded:
-        inputs, before = x, None if cache is None else self._before(cache, layout)
+        inputs, before = x, None if cache is None else self._before(cache, x, layout)
         if before is not None:
             layout = layout.after(before.state.seen)
         x = layout.pack(x)
@@ -173,14 +173,14 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         kept = tuple(map(layout.unpack, [*hidden_states, x])) if keep else None
         return Encoded(x, layout, cache, kept)
 
-    def _before(self, cache: Gdn2Cache, layout: Layout) -> Moment:
+    def _before(self, cache: Gdn2Cache, x: Tensor, layout: Layout) -> Moment:
         """What the cache holds, or the moment before the first token."""
-        rows, weight = layout.batch, self.embedding.weight
+        rows = layout.batch
         require(layout.rows == rows, "past_key_values", "one of packed sequences", "none for them")
         if cache.now is None:
-            layers = tuple(cast(Block, block).mixer.new_state(rows) for block in self.blocks)
-            seen = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+            layers = tuple(cast(Block, block).mixer.new_state(rows, x) for block in self.blocks)
+            seen = torch.zeros(rows, dtype=torch.int64, device=x.device)
             state = ModelState(layers, seen, self._native.digest)
-            return Moment(state, weight.new_zeros(rows, weight.shape[1]))
+            return Moment(state, x.new_zeros(rows, x.shape[-1]))
         cache.now.state.check_config(self._native.digest)
         return cache.now

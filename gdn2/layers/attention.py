@@ -35,6 +35,7 @@ class AttentionMixer(nn.Module):
         """Mix x [batch, length, width]; a cache is returned where one was given, overwritten if `inplace`."""
         c = self.config
         q, k, v = self._turned(x, layout)
+        made = q.dtype  # which a cache need not have
         started = state is not None and state.capacity > 0
         if state is not None and started:  # autocast may have come or gone since its first token
             q, k, v = (z.to(state.keys.dtype) for z in (q, k, v))
@@ -51,7 +52,7 @@ class AttentionMixer(nn.Module):
             inplace=inplace and started and layout.is_step,
             block_mask=self.block_mask(layout, q.dtype, q.device) if not started else None,
         )
-        return single(self.out_proj, y.flatten(-2)), cache
+        return single(self.out_proj, y.flatten(-2).to(made)), cache
 
     def _turned(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [batch, length, heads, d], the first two turned by their places."""
@@ -78,11 +79,11 @@ class AttentionMixer(nn.Module):
     def joint_maps(self) -> list[nn.Linear]:
         return [self.q_proj, self.k_proj, self.v_proj]
 
-    def new_state(self, rows: int, capacity: int = 0) -> KVCache:
+    def new_state(self, rows: int, like: Tensor, capacity: int = 0) -> KVCache:
         """A cache that makes its slots when tokens come, or has room for `capacity` at once."""
-        slots = capacity if self.config.window is None else min(capacity, self.config.window)
-        like = self.out_proj.weight.new_empty(0, 0, self.config.kv_heads, self.config.head_dim)
-        return KVCache.empty(rows, slots, like)
+        c = self.config
+        slots = capacity if c.window is None else min(capacity, c.window)
+        return KVCache.empty(rows, slots, like.new_empty(0, 0, c.kv_heads, c.head_dim))
 
     def reserve(self, state: KVCache, tokens: int) -> KVCache:
         """Room for `tokens` more, so that steps in place need no other memory; a ring gets all it may ever need."""

@@ -46,6 +46,6 @@ class ShortConvolution(nn.Module):
             cu_seqlens=layout.cu_seqlens,
         )
 
-    def new_state(self, rows: int) -> Tensor:
+    def new_state(self, rows: int, like: Tensor) -> Tensor:
         channels, width = self.weight.shape
-        return self.weight.new_zeros(rows, channels, width - 1)
+        return like.new_zeros(rows, channels, width - 1)

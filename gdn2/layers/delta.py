@@ -111,12 +111,12 @@ class DeltaMixer(nn.Module):
         """All linear maps of the input; of two with a narrow middle the first."""
         return [map_ for map_ in self._entries.values() if isinstance(map_, nn.Linear)]
 
-    def new_state(self, rows: int, capacity: int = 0) -> DeltaState:
+    def new_state(self, rows: int, like: Tensor, capacity: int = 0) -> DeltaState:
         """An empty state; its size does not depend on the tokens it will see."""
-        c, like = self.config, self.out_proj.weight
+        c = self.config
         shape = (rows, c.value_heads, c.key_head_dim, c.value_head_dim)
         memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
-        return DeltaState(memory, *(conv.new_state(rows) for conv in self._convolutions))
+        return DeltaState(memory, *(conv.new_state(rows, like) for conv in self._convolutions))
 
     def core_flops(self, length: int) -> float:
         """Forward, per token, without the linear maps."""

@@ -10,6 +10,7 @@ there the products of the backward add to one another, and with weights side by 
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def lay_side_by_side(root: nn.Module) -> None:
     """
     groups = [maps for _, maps in _joint_groups(root)]
     joined = {map_ for group in groups for map_ in group}
-    alone = [[m] for m in root.modules() if type(m) is nn.Linear and m not in joined]
+    alone = [[m] for m in root.modules() if _is_dense(m) and m not in joined]
     for group in filter(None, [*groups, *alone]):
         on_cpu = group[0].weight.device.type == "cpu"
         if on_cpu or len(group) > 1:
@@ -91,7 +92,12 @@ def lay_in_blocks(root: nn.Module) -> None:
 
 def _joint_groups(root: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
     groups = ((module, getattr(module, "joint_maps", ())) for module in root.modules())
-    return [(module, [*maps]) for module, maps in groups if maps]
+    return [(module, [*maps]) for module, maps in groups if maps and all(map(_is_dense, maps))]
+
+
+def _is_dense(map_: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a map is its weight as it stands: others may store theirs as only they can read it."""
+    return type(map_) is nn.Linear and type(map_.weight) is nn.Parameter
 
 
 def _lay(maps: Sequence[nn.Linear], by_columns: bool) -> None:

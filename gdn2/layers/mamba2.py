@@ -61,12 +61,12 @@ class Mamba2Mixer(nn.Module):
         y = self.out_proj(self.norm(o, gate, "silu", gate_first=True))
         return y, None if memory is None else Mamba2State(memory, past)
 
-    def new_state(self, rows: int, capacity: int = 0) -> Mamba2State:
+    def new_state(self, rows: int, like: Tensor, capacity: int = 0) -> Mamba2State:
         """An empty state; its size does not depend on the tokens it will see."""
-        c, like = self.config, self.out_proj.weight
+        c = self.config
         shape = (rows, c.num_heads, c.state_size, c.head_dim)
         memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
-        return Mamba2State(memory, self.conv.new_state(rows))
+        return Mamba2State(memory, self.conv.new_state(rows, like))
 
     def core_flops(self, length: int) -> float:
         """Forward, per token, without the linear maps."""

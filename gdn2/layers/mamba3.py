@@ -90,10 +90,9 @@ class Mamba3Mixer(nn.Module):
         pairs = zip(state, (carried.S, carried.k, *own), strict=True)
         return y, Mamba3State(*(new.to(old.dtype) for old, new in pairs))  # whatever autocast made
 
-    def new_state(self, rows: int, capacity: int = 0) -> Mamba3State:
+    def new_state(self, rows: int, like: Tensor, capacity: int = 0) -> Mamba3State:
         """An empty state; its size does not depend on the tokens it will see."""
-        c, like = self.config, self.out_proj.weight
-        wide = state_dtype(like.dtype)
+        c, wide = self.config, state_dtype(like.dtype)
         return Mamba3State(
             memory=like.new_zeros(rows, c.num_heads, c.state_size, c.head_dim, dtype=wide),
             key=like.new_zeros(rows, c.rank, c.num_heads, c.state_size),

@@ -1,7 +1,8 @@
 """All token mixers, and what they have in common.
 
 A mixer is `mixer(x, state, layout) -> (y, state)`. With a state it continues from it and returns the next one; with
-None it starts from nothing and keeps nothing, as in training. `new_state(rows)` is the state before the first token.
+None it starts from nothing and keeps nothing, as in training. `new_state(rows, like)` is the state before the first
+token, for inputs of the dtype and on the device of `like`: weights that somebody quantised do not say which.
 Recurrent mixers have an attribute `recompute`: whether the rule computes again in the backward what it could keep.
 """
 

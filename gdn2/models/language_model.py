@@ -138,7 +138,8 @@ class LanguageModel(nn.Module):
         """The state of `rows` sequences before their first tokens; caches get room for `capacity` tokens at once."""
         for name, number in (("rows", rows), ("capacity", capacity)):
             require(number >= 0, name, number, "at least 0")
-        states = tuple(mixer.new_state(rows, capacity) for mixer in self.mixers)
+        like = next(self.norm.parameters())  # which no quantisation touches
+        states = tuple(mixer.new_state(rows, like, capacity) for mixer in self.mixers)
         seen = torch.zeros(rows, dtype=torch.int64, device=self.embedding.weight.device)
         return ModelState(states, seen, self._digest)
 

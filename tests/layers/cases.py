@@ -64,7 +64,7 @@ def run(mixer: Mixer, x: Tensor, state: Any, past: int = 0) -> tuple[Tensor, Any
 
 def run_split(mixer: Mixer, x: Tensor, pieces: list[int]) -> tuple[Tensor, Any]:
     """Calls of these lengths, one after the other."""
-    outputs, state, past = [], mixer.new_state(x.shape[0]), 0
+    outputs, state, past = [], mixer.new_state(x.shape[0], x), 0
     for piece in x.split(pieces, 1):
         y, state = run(mixer, piece, state, past)
         outputs.append(y)

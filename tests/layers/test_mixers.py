@@ -63,7 +63,7 @@ def test_mixer_is_its_definition(name: str) -> None:
 def test_any_split_is_the_whole(name: str, pieces: list[int]) -> None:
     mixer, x = make(name), inputs(2, LENGTH).requires_grad_()
     whole, _ = run(mixer, x, None)
-    _, end = run(mixer, x, mixer.new_state(2))
+    _, end = run(mixer, x, mixer.new_state(2, x))
     y, state = run_split(mixer, x, pieces)
     assert_close("y", y, whole, EXACT)
     assert_states_agree(state, end)
@@ -97,8 +97,8 @@ def test_packed_documents_are_separate_ones(name: str) -> None:
     lengths = [3, 1, 0, 7, 2, 0]
     mixer, x = make(name), inputs(1, sum(lengths)).requires_grad_()
     layout = Layout.packed(torch.tensor([0, *lengths]).cumsum(0), sum(lengths))
-    packed, states = mixer(x, mixer.new_state(len(lengths)), layout)
-    alone = [run(mixer, part, mixer.new_state(1)) for part in x.split(lengths, 1)]
+    packed, states = mixer(x, mixer.new_state(len(lengths), x), layout)
+    alone = [run(mixer, part, mixer.new_state(1, x)) for part in x.split(lengths, 1)]
     separate = torch.cat([y for y, _ in alone], 1)
     assert_close("y", packed, separate, EXACT)
     assert_close("y without a state", mixer(x, None, layout)[0], separate, EXACT)
@@ -124,7 +124,7 @@ def test_packed_documents_are_separate_ones(name: str) -> None:
 def test_a_step_in_place_is_a_step(name: str) -> None:
     mixer, x = make(name), inputs(2, 6)
     with torch.no_grad():
-        _, state = run(mixer, x[:, :4], mixer.new_state(2))
+        _, state = run(mixer, x[:, :4], mixer.new_state(2, x))
         if isinstance(mixer, AttentionMixer):
             state = mixer.reserve(state, 2)
         given = type(state)(*(part.clone() for part in state))
@@ -141,7 +141,7 @@ def test_a_step_in_place_is_a_step(name: str) -> None:
 @mixers
 def test_a_given_state_is_left_alone(name: str) -> None:
     mixer, x = make(name), inputs(2, 5)
-    _, state = run(mixer, x, mixer.new_state(2))
+    _, state = run(mixer, x, mixer.new_state(2, x))
     kept = [part.clone() for part in state]
     for length in (1, 3):
         run(mixer, x[:, :length], state, 5)
@@ -159,8 +159,8 @@ def test_state_sizes() -> None:
     }
     for config, sizes in expected.items():
         with torch.device("meta"):
-            mixer = build_mixer(config, 2304).bfloat16()
-        state = mixer.new_state(3, capacity=4096)
+            mixer = build_mixer(config, 2304)
+            state = mixer.new_state(3, torch.empty(0, dtype=torch.bfloat16), capacity=4096)
         assert [part.numel() for part in state] == [3 * size for size in sizes]
         assert all(part.shape[0] == 3 for part in state)
         assert state[0].dtype == (torch.bfloat16 if config.type == "attention" else torch.float32)

@@ -1,7 +1,8 @@
-"""Small language models, and a hybrid of every mixer there is."""
+"""Small language models, a hybrid of every mixer there is, and maps as quantisation leaves them."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gdn2.layers.config import MixerConfig
 from gdn2.layers.layout import Layout
@@ -47,3 +48,33 @@ def logits_of(model: LanguageModel, ids: Tensor, layout: Layout | None = None) -
 def gradients(model: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+class Int8Linear(nn.Linear):
+    """A map that keeps integers and a scale, as libraries of quantisation have them."""
+
+    def __init__(self, map_: nn.Linear) -> None:
+        super().__init__(map_.in_features, map_.out_features, bias=False, device="meta")
+        self.scale = map_.weight.detach().abs().max() / 127
+        whole = (map_.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight, self.bias = nn.Parameter(whole, requires_grad=False), map_.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.scale.to(x.dtype) * self.weight.to(x.dtype), self.bias)
+
+
+def quantise(model: nn.Module) -> None:
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, Int8Linear(child))
+
+
+def rounded(model: LanguageModel) -> LanguageModel:
+    """What the quantised model computes, by dense weights."""
+    dense = make(model.config)
+    for map_ in dense.modules():
+        if isinstance(map_, nn.Linear):
+            scale = map_.weight.detach().abs().max() / 127
+            map_.weight.data = (map_.weight.detach() / scale).round() * scale
+    return dense
