@@ -25,6 +25,9 @@ from gdn2.models.param_groups import param_groups
 from gdn2.models.state import ModelState
 from gdn2.ops.arguments import require
 
+# How transformers' own models may compute attention.
+ATTENTION = ("eager", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
+
 
 class Encoded(NamedTuple):
     """What the blocks make of a call."""
@@ -78,6 +81,15 @@ class Gdn2PreTrainedModel(PreTrainedModel):
             if type(parameter) is nn.Parameter and parameter.device.type == "cpu":
                 parameter.data = parameter.data.clone()
         return found
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *_: Any, **__: Any
+    ) -> str:
+        """Take any of transformers' names and load nothing: layers choose their kernels by what they are given."""
+        known = attn_implementation is None or attn_implementation in ATTENTION
+        expected = f"one of {', '.join(ATTENTION)}; layers choose their kernels themselves"
+        require(known, "attn_implementation", repr(attn_implementation), expected)
+        return "eager"  # transformers gives nothing to a model of which it notes this
 
     def param_groups(self, weight_decay: float, *, decay_all: bool = False) -> list[dict[str, Any]]:
         """All parameters as groups of an optimiser, as LanguageModel has them."""
