@@ -30,6 +30,7 @@ class Gdn2Config(PreTrainedConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    init_scheme: str = "released"
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -6,12 +6,15 @@ seed gives the same bits on every device, for a model made on the meta device an
 
 import hashlib
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from gdn2.layers.config import DeltaConfig, Mamba2Config, MixerConfig
 
+# How linear maps begin: as in the released code, as the paper says, as Hugging Face's models do.
+InitScheme = Literal["released", "paper", "normal"]
 FP32 = torch.float32  # whatever the default is
 XAVIER_GAIN = 2**-2.5
 STEP_SIZES = (1e-3, 1e-1)  # of Δ at the start, spread evenly in the logarithm
@@ -25,12 +28,15 @@ def initial_value(
     seed: int,
     mixer: MixerConfig | None = None,
     depth: int | None = None,
-    embedding_std: float = 0.02,
+    std: float = 0.02,
+    scheme: InitScheme = "released",
 ) -> Tensor:
     """The first value of the parameter `name`, where `mixer` is the mixer it belongs to, if any; always on the CPU.
 
-    Linear maps of the delta family are Xavier-uniform with a small gain; others are uniform within 1/√inputs, and those
-    that end a residual branch are divided by √(2 · depth) in a model of `depth` blocks.
+    An embedding is normal with `std`. Linear maps of the delta family are Xavier-uniform with gain 2^−2.5; others are
+    uniform within 1/√inputs, and those that end a residual branch are divided by √(2 · depth) in a model of `depth`
+    blocks. By the scheme "paper" all maps are as those of the delta family, by "normal" as the embedding. Nothing else
+    depends on the scheme.
     """
     random = _generator(seed, name)
     owner, kind = ("", *name.split("."))[-2:]
@@ -38,10 +44,13 @@ def initial_value(
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(shape, dtype=FP32).uniform_(low, high, generator=random)
 
+    def normal() -> Tensor:
+        return torch.empty(shape, dtype=FP32).normal_(0, std, generator=random)
+
     with torch.device("cpu"):  # whatever the default is where a model is made
         match owner, kind:
             case "embedding", _:
-                value = torch.empty(shape, dtype=FP32).normal_(0, embedding_std, generator=random)
+                value = normal()
             case _, "weight" if owner.endswith("norm"):
                 value = torch.ones(shape, dtype=FP32)
             case _, "weight" | "bias" if owner.endswith("conv"):
@@ -60,19 +69,23 @@ def initial_value(
                 value = torch.ones(shape, dtype=FP32)
             case _, "mimo_value" | "mimo_out":
                 value = torch.full(shape, 1 / shape[1], dtype=FP32)
+            case _, _ if scheme == "normal":
+                value = normal()
             case _, _:
-                value = uniform(-1, 1) * _linear_bound(owner, shape, mixer, depth)
+                small = scheme == "paper" or isinstance(mixer, DeltaConfig)
+                bound = _xavier_bound(shape) if small else _fan_in_bound(owner, shape, depth)
+                value = uniform(-1, 1) * bound
     return value
 
 
-def _linear_bound(
-    owner: str, shape: torch.Size, mixer: MixerConfig | None, depth: int | None
-) -> float:
+def _xavier_bound(shape: torch.Size) -> float:
     outputs, inputs = shape
-    if isinstance(mixer, DeltaConfig):
-        return XAVIER_GAIN * math.sqrt(6 / (inputs + outputs))
+    return XAVIER_GAIN * math.sqrt(6 / (inputs + outputs))
+
+
+def _fan_in_bound(owner: str, shape: torch.Size, depth: int | None) -> float:
     ends_a_branch = owner in ("out_proj", "down_proj")
-    return inputs**-0.5 / (math.sqrt(2 * depth) if depth and ends_a_branch else 1)
+    return shape[1] ** -0.5 / (math.sqrt(2 * depth) if depth and ends_a_branch else 1)
 
 
 def fill(module: nn.Module, mixer: MixerConfig | None = None, seed: int = 0) -> None:

@@ -12,6 +12,7 @@ from gdn2.layers.config import (
     Mamba3Config,
     MixerConfig,
 )
+from gdn2.layers.initialisation import InitScheme
 from gdn2.layers.plain import at_least_one, check_types, from_plain, positive, to_plain
 from gdn2.ops.arguments import require
 
@@ -38,7 +39,8 @@ class ModelConfig:
     vocab_size: int = 32000
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02  # standard deviation of the embedding
+    initializer_range: float = 0.02  # standard deviation of what begins normal
+    init_scheme: InitScheme = "released"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -72,7 +74,10 @@ class ModelConfig:
     @property
     def digest(self) -> str:
         """Sixteen digits that tell this config from others: a state belongs to the models that have them."""
-        return sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        said = self.to_dict()
+        if self.init_scheme == "released":  # as in a file that does not say
+            del said["init_scheme"]
+        return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""

@@ -21,7 +21,8 @@ def parameter_value(name: str, shape: torch.Size, config: ModelConfig, seed: int
         seed=seed,
         mixer=config.mixers[int(inside[1])] if inside else None,
         depth=config.num_hidden_layers,
-        embedding_std=config.initializer_range,
+        std=config.initializer_range,
+        scheme=config.init_scheme,
     )
 
 

@@ -62,10 +62,11 @@ def write_config(config: RunConfig, folder: Path) -> None:
 def check_same_run(config: RunConfig, folder: Path) -> None:
     """Raise ValueError if the run in a folder was started with another config, apart from what may differ.
 
-    Data are known by what they hold: they may have moved, but not changed where they are.
+    Data are known by what they hold: they may have moved, but not changed where they are. What the folder's config does
+    not say has its default.
     """
-    before = dict(_leaves(read_json(folder / WRITTEN)))
-    now = dict(_leaves(json.loads(json.dumps(to_plain(config)))))
+    before = _values(config_from(read_json(folder / WRITTEN)))
+    now = _values(config)
     held = read_json(folder / DIGESTS) if (folder / DIGESTS).exists() else {}
     holds = digests(config.data)
     for name in sorted(filterfalse(_is_free, before.keys() | now.keys())):
@@ -114,6 +115,11 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """All values of a config by their dotted paths, as JSON has them."""
+    return dict(_leaves(json.loads(json.dumps(to_plain(config)))))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

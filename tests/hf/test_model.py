@@ -19,6 +19,7 @@ from transformers import (
 
 import gdn2
 from gdn2.hf import Gdn2Cache, Gdn2Config, Gdn2ForCausalLM, Gdn2Model
+from gdn2.layers.initialisation import InitScheme
 from gdn2.layers.layout import Layout
 from gdn2.models.folder import load_config
 from gdn2.models.language_model import LanguageModel
@@ -122,10 +123,13 @@ def test_the_base_model_reads_the_same_folder(tmp_path: Path) -> None:
     assert torch.equal(same, hidden)
 
 
-def test_first_values_are_the_native_ones() -> None:
+@pytest.mark.parametrize("scheme", ["released", "paper", "normal"])
+def test_first_values_are_the_native_ones(scheme: InitScheme, tmp_path: Path) -> None:
+    chosen = replace(EVERYTHING, init_scheme=scheme)
+    Gdn2Config.from_native(chosen).save_pretrained(tmp_path)
     torch.manual_seed(5)
-    model = Gdn2ForCausalLM(Gdn2Config.from_native(EVERYTHING))
-    native = LanguageModel(EVERYTHING, seed=5)
+    model = Gdn2ForCausalLM(AutoConfig.from_pretrained(tmp_path))
+    native = LanguageModel(chosen, seed=5)
     own = dict(model.named_parameters())
     assert own.keys() == dict(native.named_parameters()).keys()
     for name, parameter in native.named_parameters():

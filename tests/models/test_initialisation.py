@@ -1,6 +1,8 @@
 """One seed gives the same bits everywhere, and the values the models were published with."""
 
 import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -8,36 +10,42 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from gdn2.layers.config import DeltaConfig, Mamba2Config, Mamba3Config
-from gdn2.layers.initialisation import initial_value
+from gdn2.layers.initialisation import InitScheme, initial_value
 from gdn2.layers.mixers import build_mixer
 from gdn2.models.initialisation import initialise, parameter_value
 from gdn2.models.language_model import LanguageModel
 from tests.models.cases import EVERYTHING, config
 
+schemes = pytest.mark.parametrize("scheme", get_args(InitScheme))
 
-def test_meta_and_cpu_agree_to_the_bit() -> None:
-    expected = dict(LanguageModel(EVERYTHING, seed=3).named_parameters())
+
+@schemes
+def test_meta_and_cpu_agree_to_the_bit(scheme: InitScheme) -> None:
+    chosen = replace(EVERYTHING, init_scheme=scheme)
+    expected = dict(LanguageModel(chosen, seed=3).named_parameters())
     with torch.device("meta"):
-        model = LanguageModel(EVERYTHING, seed=3)
+        model = LanguageModel(chosen, seed=3)
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.manual_seed(99)
     model.to_empty(device="cpu")
-    initialise(model, EVERYTHING, seed=3)
+    initialise(model, chosen, seed=3)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
 
 
-def test_a_shard_holds_its_part_of_the_same_values() -> None:
+@schemes
+def test_a_shard_holds_its_part_of_the_same_values(scheme: InitScheme) -> None:
     """Rows 1 and 3 of every parameter, as one of two ranks would hold them."""
-    whole = dict(LanguageModel(EVERYTHING, seed=3).named_parameters())
+    chosen = replace(EVERYTHING, init_scheme=scheme)
+    whole = dict(LanguageModel(chosen, seed=3).named_parameters())
     with torch.device("meta"):
-        model = LanguageModel(EVERYTHING)
+        model = LanguageModel(chosen)
     shards: dict[int, Tensor] = {}
 
     def keep_odd_rows(parameter: nn.Parameter, value: Tensor) -> None:
         shards[id(parameter)] = value[1::2]
 
-    initialise(model, EVERYTHING, seed=3, place=keep_odd_rows)
+    initialise(model, chosen, seed=3, place=keep_odd_rows)
     for name, parameter in model.named_parameters():
         assert torch.equal(shards[id(parameter)], whole[name][1::2]), name
 
@@ -132,12 +140,13 @@ def test_values_depend_on_name_and_seed_alone() -> None:
     assert float(a[0, 0]) == pytest.approx(0.10652044, abs=1e-7)  # for ever
 
 
-def test_the_default_device_does_not_matter() -> None:
+@schemes
+def test_the_default_device_does_not_matter(scheme: InitScheme) -> None:
     shape = torch.Size([3, 2])
     names = ("embedding.weight", "mlp.down_proj.weight", "norm.weight")
-    plain = [initial_value(name, shape, seed=1) for name in names]
+    plain = [initial_value(name, shape, seed=1, scheme=scheme) for name in names]
     with torch.device("meta"):
-        values = [initial_value(name, shape, seed=1) for name in names]
+        values = [initial_value(name, shape, seed=1, scheme=scheme) for name in names]
     assert all(torch.equal(x, y) for x, y in zip(values, plain, strict=True))
 
 

@@ -1,5 +1,6 @@
 """Run configs: files, presets, overrides, and what a resumed run may change."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,16 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     first = written(tmp_path)
     assert load_config(tmp_path / "config.json") == first
     check_same_run(first, tmp_path)
+
+
+def test_what_a_written_config_does_not_say_has_its_default(tmp_path: Path) -> None:
+    first, file = written(tmp_path), tmp_path / "config.json"
+    data = json.loads(file.read_text())
+    del data["model"]["init_scheme"]
+    file.write_text(json.dumps(data))
+    check_same_run(first, tmp_path)
+    with pytest.raises(ValueError, match=r"^model.init_scheme: got 'paper', expected 'released'"):
+        check_same_run(config(tmp_path, model={"init_scheme": "paper"}), tmp_path)
 
 
 FREE: list[dict[str, dict[str, Any]]] = [
