@@ -38,7 +38,7 @@ def export_weights(
 
     The released code's are one `.pth`, with the weights under `model` as there; others are safetensors.
     """
-    require(not folder.exists(), "folder", f"{folder}, which exists", "a new one")
+    require(not standing(folder).exists(), "folder", f"{folder}, which exists", "a new one")
     model = load_model(source, device="cpu")
     tensors = foreign_tensors(model, form, output_gate)
     with new_folder(folder) as written:
