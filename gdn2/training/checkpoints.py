@@ -25,6 +25,7 @@ from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import checkpoint_path
 from gdn2.ops.arguments import require
 from gdn2.training import checkpoint_files as files
+from gdn2.training.checkpoint_reader import CheckpointReader
 from gdn2.training.shard import full_weights
 from gdn2.training.train_state import State, blank_state, restore_optimiser, staged, train_state
 from gdn2.training.world import World
@@ -123,7 +124,12 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Put a checkpoint into a model and its optimiser, and return its extra."""
         state = blank_state(checkpoint.path, model)
-        state_dict_loader.load(state, checkpoint_id=checkpoint.path, **self._processes)
+        reader = CheckpointReader(checkpoint.path)
+        try:
+            state_dict_loader.load(state, storage_reader=reader, **self._processes)
+        except CheckpointException as failure:
+            got = _reason(failure)
+            raise ValueError(f"{checkpoint.path}: got {got}, expected a whole checkpoint") from None
         restore_optimiser(optimiser, model, state)
         self._saved = checkpoint.step
         return read_json(checkpoint.path / EXTRA)
@@ -189,7 +195,7 @@ class Checkpoints:
     def _newest_step(self) -> int | None:
         for step in files.steps_in(self.folder):
             path = checkpoint_path(self.folder, step)
-            wrong = files.damage(path)
+            wrong = files.damage(path) or _foreign(path)
             if wrong is None:
                 return step
             self._damaged.add(step)
@@ -213,6 +219,15 @@ class Checkpoints:
     @property
     def _processes(self) -> dict[str, Any]:
         return {"process_group": self._group, "no_dist": self._group is None}
+
+
+def _foreign(path: Path) -> str | None:
+    """What a checkpoint's metadata hold that none written here do."""
+    try:
+        CheckpointReader(path).read_metadata()
+    except ValueError as mistake:
+        return str(mistake)
+    return None
 
 
 def _reason(error: BaseException) -> str:

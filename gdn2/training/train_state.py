@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from gdn2.ops.arguments import require
+from gdn2.training.checkpoint_reader import CheckpointReader
 from gdn2.training.shard import reshard
 
 MODEL, OPTIMISER = "model.", "optimiser."
@@ -37,7 +37,7 @@ def blank_state(path: Path, model: nn.Module) -> State:
     """The model's own parameters, and empty tensors for the optimiser's: what a checkpoint can be read into."""
     reshard(model)
     parameters = dict(model.named_parameters())
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = CheckpointReader(path).read_metadata().state_dict_metadata
     stored = {name: x for name, x in metadata.items() if isinstance(x, TensorStorageMetadata)}
     state = {MODEL + name: parameter.detach() for name, parameter in parameters.items()}
     names = {name for name in stored if name.startswith(MODEL)}
