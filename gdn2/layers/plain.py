@@ -4,7 +4,7 @@ Every mistake is one line with the path of the value, what it is and what was ex
 the nearest known one.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from math import inf
@@ -38,6 +38,18 @@ def from_plain(cls: type[C], data: Any, path: str = "") -> C:
         return cls(**read)
     except ValueError as mistake:
         raise ValueError(f"{prefix}{mistake}") from None
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables and lists with their dotted paths."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for i, inner in enumerate(value):
+            yield from leaves(inner, f"{path}[{i}]")
+    else:
+        yield path, value
 
 
 def check_types(config: Any) -> None:

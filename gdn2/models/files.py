@@ -37,8 +37,14 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
 
     Those of the library lie in the file's memory map at any multiple of eight bytes, where products round differently.
     """
+    return {name: tensor.clone() for name, tensor in each_tensor(path, device)}
+
+
+def each_tensor(path: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file one after the other, to be copied: on a CPU they lie in the file's memory map."""
     with _opened(path, str(device)) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

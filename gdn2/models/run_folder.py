@@ -24,6 +24,11 @@ def is_run(folder: Path) -> bool:
         return False
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether a run's folder has checkpoints, whole or not, from which alone the run may go on."""
+    return any((folder / CHECKPOINTS).glob("step-*"))
+
+
 def read_metrics(run: Path) -> list[Line]:
     """The lines of a run, without one that a kill cut short."""
     file = run / METRICS

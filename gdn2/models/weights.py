@@ -51,6 +51,17 @@ def read_weights(
 
     All headers are checked before the first tensor is read.
     """
+    check_weights(folder, expected, strict)
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors |= {n: x for n, x in read_tensors(file, device).items() if n in expected}
+    for name, tensor in tensors.items():
+        require(tensor.is_floating_point(), f"{folder}: {name}", tensor.dtype, "floating point")
+    return tensors
+
+
+def check_weights(folder: Path, expected: Mapping[str, Shape], strict: bool) -> None:
+    """Compare the headers of a folder's files with the expected tensors, as `read_weights` does."""
     files = weight_files(folder)
     found: dict[str, Shape] = {}
     for file in files:
@@ -67,13 +78,7 @@ def read_weights(
         line = f"{folder}: got {got}, expected what its config says"
         if strict:
             raise ValueError(line)
-        warnings.warn(line, stacklevel=3)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= {n: x for n, x in read_tensors(file, device).items() if n in expected}
-    for name, tensor in tensors.items():
-        require(tensor.is_floating_point(), f"{folder}: {name}", tensor.dtype, "floating point")
-    return tensors
+        warnings.warn(line, stacklevel=4)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -12,16 +12,22 @@ from gdn2.ops.arguments import require
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """Where the run lives, and the seed of its first weights and of its order of data."""
+    """Where the run lives, its first weights, and the seed of these and of its order of data."""
 
     dir: str
     seed: int = 3407
+    init_from: str | None = None  # a model folder, whose weights are the first
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.dir != "", "dir", repr(self.dir), "a folder")
         require(0 <= self.seed < 2**64, "seed", self.seed, "at least 0 and less than 2^64")
         object.__setattr__(self, "dir", at_home(self.dir))
+        if self.init_from is not None:
+            require(
+                self.init_from != "", "init_from", repr(self.init_from), "a folder with a model"
+            )
+            object.__setattr__(self, "init_from", at_home(self.init_from))
 
 
 @dataclass(frozen=True, kw_only=True)

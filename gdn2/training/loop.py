@@ -241,7 +241,10 @@ class _Loop:
         config, world = self.config, self.world
         size = count_parameters(self.run.model)
         where = f"{world.size} × {world.device.type}" if world.size > 1 else str(world.device)
-        begun = f"resumed after step {self.place.step}" if self.place.step else "from the beginning"
+        first = config.run.init_from
+        begun = "from the beginning" if first is None else f"with the weights of {first}"
+        if self.place.step:
+            begun = f"resumed after step {self.place.step}"
         self.progress.say(
             f"{self.run.folder}: {size:,} parameters on {where}, {config.steps} steps of "
             f"{config.batch.tokens:,} tokens, {begun}"

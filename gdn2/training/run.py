@@ -11,11 +11,12 @@ from gdn2.data.config import holds_out, open_source
 from gdn2.data.locking import locked
 from gdn2.models.files import standing
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.run_folder import CHECKPOINTS, METRICS, MODEL, WRITTEN, is_run
+from gdn2.models.run_folder import CHECKPOINTS, METRICS, MODEL, WRITTEN, is_run, is_saved
 from gdn2.ops.arguments import require
 from gdn2.training.checkpoints import Checkpoints
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError
+from gdn2.training.first_weights import check_fits, load_first_weights
 from gdn2.training.optimiser import build_optimiser
 from gdn2.training.run_file import DIGESTS, check_same_run, write_config
 from gdn2.training.shard import build_model, full_weights, whole_model
@@ -126,11 +127,14 @@ class Run:
         )
 
     def _check_folder(self) -> None:
-        if any((self.folder / CHECKPOINTS).glob("step-*")):
+        first = self.config.run.init_from
+        if is_saved(self.folder):
             check_same_run(self.config, self.folder)
         elif standing(self.folder / MODEL).exists():
             held = f"{self.folder}, which holds a finished model and no checkpoint to go on from"
             raise ValueError(f"run.dir: got {held}, expected a new folder or a run's")
+        elif first is not None:
+            check_fits(first, self.config.model)
 
     def _build(self) -> LanguageModel:
         engine = self.config.engine
@@ -150,11 +154,14 @@ class Run:
         newest = self.checkpoints.newest()
         if newest is not None:
             return Place(**self.checkpoints.load(newest, self.model, self.optimiser))
-        folder = self.folder / CHECKPOINTS
-        if any(folder.glob("step-*")):
+        if is_saved(self.folder):
+            folder = self.folder / CHECKPOINTS
             raise TrainingError(
                 f"no checkpoint in {folder} is whole; move that folder away to begin anew"
             )
+        first = self.config.run.init_from
+        if first is not None:
+            self.world.agreed(lambda: load_first_weights(first, self.model))
         return Place()
 
 

@@ -64,7 +64,7 @@ def build_model(
     if world.mesh is not None:
         _shard(model, world.mesh, None if weights == compute else compute)
     model.to_empty(device=world.device)
-    initialise(model, config, seed, _place)
+    initialise(model, config, seed, place)
     if world.mesh is None:
         if weights == compute:
             lay_in_blocks(model)
@@ -203,7 +203,7 @@ def _let_biases_be_wide(model: LanguageModel) -> None:
             module.__class__ = _WideBias
 
 
-def _place(parameter: nn.Parameter, value: Tensor) -> None:
+def place(parameter: nn.Parameter, value: Tensor) -> None:
     """Put its part of a whole value into a parameter, without asking the other processes."""
     target: Tensor = parameter.detach()
     if isinstance(target, DTensor):
