@@ -10,6 +10,7 @@ from gdn2.ops.arguments import require
 
 WRITTEN, METRICS, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "checkpoints", "model"
 CHECKPOINT = re.compile(r"step-(\d{8,})")
+AT_LENGTH = re.compile(r"(validation_\w+)_(\d+)")
 PLACE = ("step", "tokens")  # what every line has
 DRAWN = ("loss", "validation_loss", "tokens_per_second", "gradient_norm")  # numbers where they are
 
@@ -45,12 +46,18 @@ def read_metrics(run: Path) -> list[Line]:
             continue
         fits = isinstance(line, dict) and all(type(line.get(name)) is int for name in PLACE)
         require(fits, where, repr(line), "a table with step and tokens, both integers")
-        for name in DRAWN:
-            value = line.get(name)
+        for name in (name for name in line if name.startswith(DRAWN)):  # at all lengths
+            value = line[name]
             fits = value is None or type(value) in (int, float)
             require(fits, f"{where}: {name}", repr(value), "a number")
         lines.append(line)
     return lines
+
+
+def measure_of(metric: str) -> tuple[str, int | None]:
+    """What a metric measures, and at which length where that is not the training's: it ends the metric's name."""
+    found = AT_LENGTH.fullmatch(metric)
+    return (metric, None) if found is None else (found[1], int(found[2]))
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:

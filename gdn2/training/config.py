@@ -156,11 +156,16 @@ class ValidationSection:
 
     every_steps: int | None = 500
     rows: int = 64
+    lengths: tuple[int, ...] = ()  # besides the training's; as many tokens of each
 
     def __post_init__(self) -> None:
         check_types(self)
         at_least_one(self, "rows")
         none_or_at_least_one(self, "every_steps")
+        fits = all(length >= 1 for length in self.lengths)
+        fits = fits and len({*self.lengths}) == len(self.lengths)
+        expected = "lengths of at least 1, each once"
+        require(fits, "lengths", list(self.lengths), expected)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,15 +193,27 @@ class _Loop:
         return found
 
     def _validate(self, held_out: Source) -> dict[str, float]:
-        self.validation = validate(
+        self.validation = self._measure(held_out)
+        for length, rows in self.run.held_out_at.items():
+            found = self._measure(rows)
+            self.validation |= {f"{name}_{length}": value for name, value in found.items()}
+        return self.validation
+
+    def _measure(self, held_out: Source) -> dict[str, float]:
+        """As many tokens at every length: of longer rows there are fewer."""
+        batch, length = self.config.batch, held_out.length
+        rows, micro_rows = (
+            max(1, rows * batch.length // length)
+            for rows in (self.config.validation.rows, batch.micro_rows)
+        )
+        return validate(
             self.run.model,
             held_out,
             self.world,
-            rows=self.config.validation.rows,
-            micro_rows=self.config.batch.micro_rows,
+            rows=rows,
+            micro_rows=micro_rows,
             with_accuracy=isinstance(held_out, Task),
         )
-        return self.validation
 
     def _save_is_due(self) -> bool:
         section, step = self.config.checkpoint, self.place.step

@@ -3,12 +3,16 @@
 # ruff: noqa: PLC0415 (matplotlib is optional)
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from gdn2.models.run_folder import METRICS, Line, read_metrics
+from gdn2.models.run_folder import METRICS, Line, measure_of, read_metrics
 
 PANELS = {"loss": "loss", "tokens_per_second": "tokens/s", "gradient_norm": "gradient norm"}
 SMOOTHING = 50  # parts of a run over which a curve is averaged
+
+MARKERS = "^sDvp"  # of validation at other lengths
 
 Curve = tuple[list[float], list[float]]
 
@@ -35,6 +39,12 @@ def curve(lines: Sequence[Line], name: str) -> Curve:
     return [tokens for tokens, _ in known], [value for _, value in known]
 
 
+def other_lengths(lines: Sequence[Line]) -> list[int]:
+    """Lengths besides the training's at which there is a validation loss."""
+    measures = map(measure_of, {name for line in lines for name in line})
+    return sorted(n for measure, n in measures if measure == "validation_loss" and n is not None)
+
+
 def smoothed(drawn: Curve) -> Curve:
     """Each value as the mean of itself and of those before it, over a part of the curve."""
     places, values = drawn
@@ -47,6 +57,14 @@ def _label(run: Path) -> str:
     """A run's name as it is: no formula, and none of those that legends leave out."""
     name = run.resolve().name.replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
+
+
+def _draw_validation(axes: Any, lines: Sequence[Line], colour: str, label: str) -> None:
+    """Dots, and for each other length hollow marks of its own."""
+    axes.plot(*curve(lines, "validation_loss"), "o", color=colour, ms=4)
+    for marker, length in zip(cycle(MARKERS), other_lengths(lines), strict=False):
+        marks = curve(lines, f"validation_loss_{length}")
+        axes.plot(*marks, marker, color=colour, mfc="none", ms=5, label=f"{label} at {length}")
 
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
@@ -62,7 +80,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
             axes.plot(*raw, color=colour, alpha=0.25, lw=0.7)
             axes.plot(*smoothed(raw), color=colour, lw=1.5, label=_label(run))
             if name == "loss":
-                axes.plot(*curve(lines, "validation_loss"), "o", color=colour, ms=4)
+                _draw_validation(axes, lines, colour, _label(run))
         axes.set_title(f"{title} (dots: validation)" if name == "loss" else title)
         axes.set_xlabel("tokens")
         if name == "gradient_norm":

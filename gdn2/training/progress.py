@@ -1,6 +1,7 @@
 """What a run says while it goes: one live line on a terminal, a line now and then in a log."""
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +10,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from gdn2.models.run_folder import measure_of
 
 PLAIN_SECONDS = 10.0  # between the lines of a log
 SHOWN = {  # of a line of metrics.jsonl, in this order
@@ -86,10 +89,18 @@ class Progress:
 
     def _words(self, line: dict[str, Any]) -> str:
         numbers = {**self._validation, **line}
-        known = {name: numbers[name] for name in SHOWN if numbers.get(name) is not None}
         left = (self._steps - self._done) * (self._seconds or 0.0)
-        said = [SHOWN[name].format(number) for name, number in known.items()]
+        said = (phrase for name in SHOWN for phrase in _phrases(name, numbers))
         return "  ".join([*said, f"{clock(left)} left"])
+
+
+def _phrases(shown: str, numbers: dict[str, Any]) -> Iterator[str]:
+    """A number in words, and after it the same at other lengths."""
+    for name, number in numbers.items():
+        measure, length = measure_of(name)
+        if measure == shown and number is not None:
+            phrase = SHOWN[shown].format(number)
+            yield phrase if length is None else phrase.replace(" ", f"@{length} ", 1)
 
 
 def clock(seconds: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from gdn2.data.batch import Source
 from gdn2.data.config import holds_out, open_source
 from gdn2.data.locking import locked
 from gdn2.models.files import standing
@@ -76,8 +77,10 @@ class Run:
         require(batch.tokens % at_once == 0, "batch.tokens", batch.tokens, f"a multiple of {parts}")
         self.source = open_source(config.data, batch.length, seed, "train")
         self.held_out = None
+        self.held_out_at: dict[int, Source] = {}  # at other lengths
         if holds_out(config.data):
             self.held_out = open_source(config.data, batch.length, seed, "validation")
+            self.held_out_at = _at_other_lengths(config)
         needed = max(s.vocab_size for s in (self.source, self.held_out) if s is not None)
         fits = config.model.vocab_size >= needed
         require(fits, "model.vocab_size", config.model.vocab_size, f"at least the data's {needed}")
@@ -163,6 +166,14 @@ class Run:
         if first is not None:
             self.world.agreed(lambda: load_first_weights(first, self.model))
         return Place()
+
+
+def _at_other_lengths(config: RunConfig) -> dict[int, Source]:
+    lengths = (length for length in config.validation.lengths if length != config.batch.length)
+    try:
+        return {n: open_source(config.data, n, config.run.seed, "validation") for n in lengths}
+    except ValueError as mistake:
+        raise ValueError(f"validation.lengths: {mistake}") from None
 
 
 def _unwritable(reason: OSError) -> ValueError:

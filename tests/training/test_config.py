@@ -39,6 +39,7 @@ def test_the_paper_is_the_default() -> None:
     assert (section.lr, section.betas, section.weight_decay) == (4e-4, (0.9, 0.95), 0.1)
     assert (section.clip, section.eps, section.decay_all) == (1.0, 1e-8, False)
     assert loaded.run.seed == 3407
+    assert loaded.validation.lengths == (8192, 12288, 16384)
 
 
 def test_the_released_script_is_three_overrides_away() -> None:
@@ -98,6 +99,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "seconds": ({"checkpoint": {"every_seconds": 0}}, "checkpoint.every_seconds: got 0, expected"),
     "prompt": ({"samples": {"prompt": ""}}, "samples.prompt: got '', expected at least one"),
+    "length": (
+        {"validation": {"lengths": [16, 0]}},
+        r"validation.lengths: got \[16, 0\], expected lengths of at least 1, each once$",
+    ),
+    "lengths": (
+        {"validation": {"lengths": [16, 32, 16]}},
+        r"validation.lengths: got \[16, 32, 16\], expected lengths of at least 1, each once$",
+    ),
+    "no length": (
+        {"validation": {"lengths": [16, 32.0]}},
+        r"validation.lengths\[1\]: got 32.0, expected an integer$",
+    ),
+    "one length": (
+        {"validation": {"lengths": 16}},
+        r"validation.lengths: got 16, expected a list$",
+    ),
     "compile": ({"engine": {"compile": True}}, "engine.compile: got True, expected one of 'auto'"),
     "recompute": (
         {"engine": {"recompute": "no"}},
@@ -182,6 +199,7 @@ FREE: list[dict[str, dict[str, Any]]] = [
     {"log": {"tensorboard": True}},
     {"checkpoint": {"keep": 7}},
     {"validation": {"rows": 3}},
+    {"validation": {"lengths": [8192]}},
     {"engine": {"activation_checkpointing": True}},
     {"engine": {"recompute": False}},
     {"run": {"dir": "elsewhere"}},

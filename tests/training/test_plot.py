@@ -4,11 +4,12 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gdn2.models.run_folder import read_metrics
 from gdn2.training.metrics import Metrics
-from gdn2.training.plot import curve, plot_runs, smoothed
+from gdn2.training.plot import _draw_validation, curve, other_lengths, plot_runs, smoothed
 
 
 @pytest.fixture
@@ -44,6 +45,28 @@ def test_a_picture_of_several_runs(run: Path, tmp_path: Path) -> None:
     plot_runs([run, run], file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert file.stat().st_size > 20_000
+
+
+def test_validation_at_other_lengths_is_drawn(tmp_path: Path) -> None:
+    numbers = {"loss": 3.0, "validation_loss": 3.0, "validation_loss_16": 2.5}
+    with Metrics(tmp_path, 0) as metrics:
+        for step in range(1, 9):
+            line = {"step": step, "tokens": step, **numbers, "validation_accuracy_32": 0.5}
+            metrics.write({**line, "validation_loss_8": 4.0} if step % 2 else line)
+    lines = read_metrics(tmp_path)
+    assert other_lengths(lines) == [8, 16]
+    assert curve(lines, "validation_loss_8") == ([1, 3, 5, 7], [4.0] * 4)
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+
+    axes = Figure().subplots()
+    _draw_validation(axes, lines, "C0", "run")
+    assert [line.get_label() for line in axes.lines[1:]] == ["run at 8", "run at 16"]
+    assert np.asarray(axes.lines[1].get_ydata()).tolist() == [4.0] * 4
+    plot_runs([tmp_path], tmp_path / "a.png")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "validation_loss_8": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 1: validation_loss_8: got 'x', expected a number$"):
+        plot_runs([tmp_path], tmp_path / "a.png")
 
 
 def test_names_of_runs_are_no_formulas(run: Path, tmp_path: Path) -> None:
