@@ -251,15 +251,16 @@ class _Loop:
 
     def _greet(self) -> None:
         config, world = self.config, self.world
-        size = count_parameters(self.run.model)
+        model = self.run.model
+        blocks, whole = count_parameters(model.blocks), count_parameters(model)
         where = f"{world.size} × {world.device.type}" if world.size > 1 else str(world.device)
         first = config.run.init_from
         begun = "from the beginning" if first is None else f"with the weights of {first}"
         if self.place.step:
             begun = f"resumed after step {self.place.step}"
         self.progress.say(
-            f"{self.run.folder}: {size:,} parameters on {where}, {config.steps} steps of "
-            f"{config.batch.tokens:,} tokens, {begun}"
+            f"{self.run.folder}: {blocks:,} parameters in the blocks, {whole:,} with embedding and head, on {where}, "
+            f"{config.steps} steps of {config.batch.tokens:,} tokens, {begun}"
         )
 
 

@@ -1,10 +1,12 @@
 """`gdn2 train`, `gdn2 plot` and `gdn2 demo`: what they write, what they say, and their exit codes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from gdn2.cli import app
@@ -56,6 +58,18 @@ def test_a_mistake_is_one_line(words: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
+
+
+def test_a_run_says_how_large_its_model_is(file: Path, tmp_path: Path) -> None:
+    """As `gdn2 show` counts: the paper's sizes are those of the blocks."""
+    said = run("train", str(file)).stderr
+    shapes = {x: y.shape for x, y in load_file(tmp_path / "run/model/model.safetensors").items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    blocks = sum(size for name, size in sizes.items() if name.startswith("blocks."))
+    whole = sum(sizes.values())
+    assert 0 < blocks < whole
+    counts = f"{blocks:,} parameters in the blocks, {whole:,} with embedding and head"
+    assert f"{tmp_path / 'run'}: {counts}, on cpu, 12 steps of 192 tokens" in said
 
 
 def test_help_names_the_configs_that_come_along() -> None:
