@@ -1,5 +1,6 @@
 """Checks of the operator's arguments: each mistake is one line that names the argument, its value and what fits."""
 
+import math
 import operator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -119,11 +120,12 @@ def read_scale(scale: Any, q: Tensor) -> float:
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     try:
-        if isinstance(scale, (str, bytes)):  # which `float` reads
-            raise TypeError
-        return float(scale)
+        number = math.nan if isinstance(scale, (str, bytes)) else float(scale)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's of complex numbers
-        raise ValueError(f"scale: got {scale!r}, expected a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"scale: got {scale!r}, expected a finite number")
+    return number
 
 
 Said = object | tuple[str, Tensor]  # words, or words and the tensor whose shape ends them

@@ -1,7 +1,5 @@
 """Causal softmax attention, full or in a sliding window: dense, packed, continued from a cache."""
 
-from math import inf
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -57,9 +55,7 @@ def attention(
     if inplace and cache is None:
         raise ValueError("inplace is True and cache is None, expected a cache to write into")
     scale = read_scale(scale, q)
-    require(
-        0 < scale < inf, "scale", scale, "more than 0 and finite"
-    )  # torch's kernels make NaN of others
+    require(scale > 0, "scale", scale, "more than 0")  # torch's kernels make NaN of others
     blocks = backend == "auto" and cu_seqlens is None and cache is None and fits(q, k, window)
     flexes = _use_flex(backend, q, window, cu_seqlens, cache)
     updated = None

@@ -11,7 +11,6 @@ from gdn2.models.run_folder import METRICS, Line, measure_of, read_metrics
 
 PANELS = {"loss": "loss", "tokens_per_second": "tokens/s", "gradient_norm": "gradient norm"}
 SMOOTHING = 50  # parts of a run over which a curve is averaged
-
 MARKERS = "^sDvp"  # of validation at other lengths
 
 Curve = tuple[list[float], list[float]]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -348,10 +349,13 @@ def kill_at_random(tmp_path: Path, *, steps: int, kills: int, seed: int) -> int:
     train(load_config(long_run(tmp_path / "whole", steps, save_every=steps)))
     folder, rand = tmp_path / "killed", np.random.default_rng(seed)
     file, cut_short = long_run(folder, steps), 0
-    for _ in range(kills):
+    metrics, step = folder / "metrics.jsonl", 0
+    for left in range(kills, 0, -1):
         process = start(file)
-        wait_for_a_new_file(folder / "metrics.jsonl", process)
-        time.sleep(float(rand.uniform(0.0, 1.5)))
+        wait_for_a_new_file(metrics, process)
+        step = int(rand.integers(step, step + (steps - step) // (left + 1)))
+        wait_until(partial(has_steps, metrics, step), process)
+        time.sleep(float(rand.uniform(0.0, 0.02)))
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
@@ -360,6 +364,10 @@ def kill_at_random(tmp_path: Path, *, steps: int, kills: int, seed: int) -> int:
     train(load_config(file))
     assert_same_run(folder, tmp_path / "whole")
     return cut_short
+
+
+def has_steps(metrics: Path, count: int) -> bool:
+    return metrics.read_text().count("\n") >= count
 
 
 def wait_for_a_new_file(path: Path, process: subprocess.Popen[str]) -> None:
