@@ -6,6 +6,7 @@ so the released Gated DeltaNet-2 models were made, and so every family gets the 
 """
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import torch
 
@@ -17,7 +18,6 @@ from gdn2.layers.config import (
     MixerConfig,
 )
 from gdn2.layers.mixers import build_mixer
-from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
 
 WINDOW = 2048
@@ -75,7 +75,11 @@ def preset(name: str) -> ModelConfig:
     """The config called `family-size` or `family-size-hybrid`, such as gdn2-1.3b-hybrid."""
     known = preset_names()
     if name not in known:
-        raise ValueError(f"preset: got {name!r}, expected {nearest(name, known)}")
+        near = " or ".join(get_close_matches(name, known))
+        parts = f"{', '.join(FAMILIES)}; and a size, {', '.join(SIZES)}"
+        raise ValueError(
+            f"preset: got {name!r}, expected {near or f'FAMILY-SIZE or FAMILY-SIZE-hybrid, of {parts}'}"
+        )
     recurrent = name.removesuffix("-hybrid")
     family, _, size_name = recurrent.rpartition("-")
     size = SIZES[size_name]
