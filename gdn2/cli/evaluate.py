@@ -32,6 +32,12 @@ def evaluate(
     ] = "",
     limit: Annotated[int | None, typer.Option(help="Only so many samples of each task.")] = None,
     window: Annotated[int, typer.Option(help="Tokens of WikiText's windows.")] = 4096,
+    needle_fit: Annotated[
+        str, typer.Option(help="How needle prompts get their length: as ruler does, or lm_eval.")
+    ] = "ruler",
+    recall_length: Annotated[
+        int, typer.Option(help="Tokens of a document of recall, question and answer included.")
+    ] = 2048,
     carry_state: Annotated[
         bool,
         typer.Option("--carry-state", help="WikiText also with the state carried through."),
@@ -99,7 +105,14 @@ def evaluate(
         asked = filter(None, map(str.strip, tasks.split(",")))
         names = tasks_of(suite or (), [*asked, *carried])
         check_heat_map(names, heat_map)
-        sources = Sources(data=data, essays=essays, lengths=read_lengths(lengths), window=window)
+        sources = Sources(
+            data=data,
+            essays=essays,
+            lengths=read_lengths(lengths),
+            window=window,
+            needle_fit=needle_fit,
+            recall_length=recall_length,
+        )
         if save_requests is not None:
             saved = run.save_requests(subject, names, sources, save_requests, limit)
             typer.echo(f"{save_requests}: {saved.requests:,} requests")

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from gdn2.data.tokenizers import Tokenizer
 from gdn2.evals import harness
 from gdn2.evals.documents import find_rows
+from gdn2.evals.fitting import FITS
 from gdn2.evals.local_data import SOURCES, find_file
 from gdn2.evals.needle_task import needle_task
 from gdn2.evals.needles import KINDS
-from gdn2.evals.recall import recall_task
+from gdn2.evals.recall import KEPT, recall_task
 from gdn2.evals.recall_data import RECALL_SETS
 from gdn2.evals.request import JSON, Task
 from gdn2.evals.scoring import Answers
@@ -70,12 +71,17 @@ class Sources:
     essays: Path | None = None
     lengths: tuple[int, ...] | None = None  # of needles; else the paper's
     window: int = 4096  # tokens of a perplexity's windows
+    needle_fit: str = "ruler"  # how needle prompts are brought to their length; or "lm_eval"
+    recall_length: int = 2048  # tokens of a document with question and answer
 
     def __post_init__(self) -> None:
         for name, path in (("data", self.data), ("essays", self.essays)):
             is_there = path is None or path.exists()
             require(is_there, name, f"no {path}", "a path that is there")
         require(self.window >= 1, "window", self.window, "at least 1")
+        fit, length = self.needle_fit, self.recall_length
+        require(fit in FITS, "needle_fit", repr(fit), nearest(fit, FITS))
+        require(length > KEPT, "recall_length", length, f"more than the {KEPT} for an answer")
 
     @property
     def nltk_data(self) -> Path | None:
@@ -149,11 +155,17 @@ def make_job(name: str, sources: Sources) -> Job:
         if KINDS[name].essays and sources.essays is None:
             raise MissingDataError(f"{name}: got no essays, expected a file of them (--essays)")
         lengths = sources.lengths or PAPER_LENGTHS[name]
-        task = needle_task(name, lengths, essays=sources.essays, nltk_data=sources.nltk_data)
+        task = needle_task(
+            name,
+            lengths,
+            essays=sources.essays,
+            nltk_data=sources.nltk_data,
+            fit=sources.needle_fit,
+        )
         return OwnJob(task)
     if name in RECALL_SETS:
         _check_there(name, lambda place: find_rows(place, RECALL_SETS[name].stems), data)
-        return OwnJob(recall_task(name, data))
+        return OwnJob(recall_task(name, data, sources.recall_length))
     stock, window = ("wikitext", None) if name == CARRIED else (name, sources.window)
     if stock in SOURCES:
         _check_there(name, lambda place: find_file(stock, place), data)

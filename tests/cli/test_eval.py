@@ -112,6 +112,14 @@ def test_needles_and_their_picture(place: Path) -> None:
         (["--tasks", "boolq", "--data", "nowhere"], "error: data: got no nowhere, expected a path"),
         (["--suite", "niah", "--essays", "none"], "error: essays: got no none, expected a path"),
         (["--tasks", "boolq", "--window", "0"], "error: window: got 0, expected at least 1"),
+        (
+            ["--tasks", "swde", "--recall-length", "50"],
+            "error: recall_length: got 50, expected more",
+        ),
+        (
+            ["--tasks", "boolq", "--needle-fit", "lmeval"],
+            "error: needle_fit: got 'lmeval', expecte",
+        ),
         (["--tasks", "boolq", "--heat-map", "a.png"], "error: heat map: got no results, expected"),
         (
             ["--suite", "niah", "--heat-map", "a.pdf"],

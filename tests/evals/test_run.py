@@ -188,6 +188,28 @@ def test_averages_are_those_of_the_paper() -> None:
     assert "Avg. of Table 2" not in columns(tasks)
 
 
+def test_other_protocols_are_other_requests(place: Path) -> None:
+    """Nothing of the usual protocol's answers is taken for them, and the results say which it was."""
+    task = "niah_single_1"
+    ways: dict[str, dict[str, Any]] = {
+        "ruler": {"lengths": (900,)},
+        "lm_eval": {"lengths": (900,), "needle_fit": "lm_eval"},
+        "1998 tokens": {},
+        "70 tokens": {"recall_length": 120},
+    }
+    protocols, lines = set(), 0
+    for said, options in ways.items():
+        name = task if "lengths" in options else "swde"
+        record = evaluate(subject(place), [name], sources(place, **options), place / "out", limit=1)
+        protocols.add(record["tasks"][name]["protocol"])
+        assert said in record["tasks"][name]["protocol"]
+        before, lines = lines, len((place / "out/answers.jsonl").read_text().splitlines())
+        assert (
+            lines > before or said == "70 tokens"
+        )  # of a document as short there is nothing to cut
+    assert len(protocols) == 4
+
+
 def test_needles_in_essays(place: Path) -> None:
     pytest.importorskip("nltk")
     (place / "essays.txt").write_text(essay(800))
