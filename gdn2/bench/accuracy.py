@@ -13,15 +13,16 @@ from gdn2.bench.forms import Operands, Sizes
 from gdn2.bench.operator import Shape
 from gdn2.bench.peers import Operator, find_peers
 from gdn2.bench.timing import DTYPES, Machine
-from gdn2.ops.arguments import SOLVE_PRECISIONS
+from gdn2.ops.arguments import SOLVE_PRECISIONS, new_state
 from gdn2.ops.backends import choose
-from gdn2.ops.rule import gated_delta_rule
+from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 from gdn2.ops.selfcheck import relative_error
 
 DEFAULTS = {"cpu": ("1x256x2x64x64", "fp32"), "cuda": ("4x1024x16x128x128", "bf16")}
 DECAYS = ("initial", "0", "-1", "-5", "-20", "-200", "spiky")
 SPIKE, SPIKES = -300.0, 0.1  # log-decay of tokens that forget all, and how many of them do
 PEER = "fla"
+STEPS = "steps"  # what decoding gives where training gave o
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ def differentiate(operator: Operator, operands: Operands, d_output: Tensor) -> d
     return {"o": output.detach(), **{f"d{n}": x for n, x in zip(operands, grads, strict=True)}}
 
 
+@torch.no_grad()
+def by_steps(**operands: Tensor) -> Tensor:
+    """The output, one token after the other."""
+    q, v = operands["q"], operands["v"]
+    state, output = new_state(q, v, len(q)), torch.empty_like(v)
+    for t in range(q.shape[1]):
+        token: Any = {name: x[:, t : t + 1] for name, x in operands.items()}
+        output[:, t : t + 1] = gated_delta_step(**token, state=state, inplace=True)[0]
+    return output
+
+
 def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Result:
     """Compare all variants; `found` is given what is known after each decay."""
     rule: Any = partial(gated_delta_rule, solve_precision=plan.solve_precision)
@@ -142,6 +154,7 @@ def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Re
         d_output = torch.randn(operands["v"].shape, generator=rand, device=plan.device)
         wide = {n: x.detach().double().requires_grad_() for n, x in operands.items()}
         right = differentiate(exact, wide, d_output.to(operands["v"].dtype))
+        right[STEPS] = right["o"]
         for name, operator in variants.items():
             try:
                 outcome = differentiate(operator, operands, d_output)
@@ -152,6 +165,8 @@ def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Re
                 note = f"no {name} at log-decay {decay}: {reason}"
                 result = replace(result, notes=(*result.notes, note))
                 continue
+            if name == plan.backend:
+                outcome[STEPS] = by_steps(**operands)
             errors = {n: relative_error(x, right[n]) for n, x in outcome.items()}
             known = {n: e if e < float("inf") else None for n, e in errors.items()}
             result = replace(result, rows=(*result.rows, Row(decay, name, known)))

@@ -19,7 +19,7 @@ def render(result: Result, console: Console) -> None:
     for decay in plan.decays:
         rows = {row.variant: row for row in result.rows if row.decay == decay}
         for row in rows.values():
-            table.add_row(decay, row.variant, *(_error(row.errors[q]) for q in quantities))
+            table.add_row(decay, row.variant, *(_error(row, q) for q in quantities))
         if PEER in rows:
             ratios = (_ratio(rows[plan.backend], rows[PEER], q) for q in quantities)
             table.add_row(decay, f"over {PEER}", *ratios)
@@ -28,10 +28,13 @@ def render(result: Result, console: Console) -> None:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def _error(error: float | None) -> str:
+def _error(row: Row, quantity: str) -> str:
+    if quantity not in row.errors:
+        return "–"
+    error = row.errors[quantity]
     return LOST if error is None else f"{error:.1e}"
 
 
 def _ratio(ours: Row, theirs: Row, quantity: str) -> str:
-    a, b = ours.errors[quantity], theirs.errors[quantity]
+    a, b = ours.errors[quantity], theirs.errors.get(quantity)
     return "–" if a is None or not b else f"{a / b:.2f}"

@@ -12,12 +12,22 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gdn2.bench import accuracy
-from gdn2.bench.accuracy import DECAYS, SPIKE, SPIKES, Plan, make_operands, read_plan, run
+from gdn2.bench.accuracy import (
+    DECAYS,
+    SPIKE,
+    SPIKES,
+    STEPS,
+    Plan,
+    by_steps,
+    make_operands,
+    read_plan,
+    run,
+)
 from gdn2.bench.accuracy_report import render
 from gdn2.cli import app
 from gdn2.ops.rule import gated_delta_rule
 
-QUANTITIES = ["o", "dq", "dk", "dv", "dg", "dw", "db"]
+QUANTITIES = ["o", "dq", "dk", "dv", "dg", "dw", "db", STEPS]
 
 
 def plan(**changes: Any) -> Plan:
@@ -56,6 +66,17 @@ def test_all_decays_are_near_fp64() -> None:
     for row in result.rows:
         assert [*row.errors] == QUANTITIES
         assert all(error is not None and error < 2e-6 for error in row.errors.values()), row
+
+
+def test_steps_are_those_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = make_operands(plan(dtype="fp64"), "initial")
+    rule: Any = gated_delta_rule
+    right = rule(**operands, backend="reference")[0]
+    torch.testing.assert_close(by_steps(**operands), right, rtol=1e-12, atol=1e-14)
+    monkeypatch.setattr(accuracy, "gated_delta_step", lambda **x: (2 * x["v"], None))
+    (row,) = run(plan(decays="-1")).rows
+    assert (row.errors["o"] or 0.0) < 2e-6
+    assert (row.errors[STEPS] or 0.0) > 0.1
 
 
 def test_decays_are_those_asked_for() -> None:
