@@ -94,6 +94,8 @@ class Mamba3Config:
     state_size: int = 64
     rank: int = 1
     rotary_fraction: float = 0.5  # of the state's channels that turn
+    # What makes rates of decay positive; heavy-tail, 1 + x or 1 / (1 − x) below zero, came after the paper.
+    decay_rate: Literal["softplus", "heavy-tail"] = "softplus"
 
     def __post_init__(self) -> None:
         check_types(self)

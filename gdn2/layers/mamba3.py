@@ -30,6 +30,11 @@ class Mamba3State(NamedTuple):
     angle: Tensor  # [rows, heads, angles] Θ, fp32
 
 
+def heavy_tail(x: Tensor) -> Tensor:
+    """1 + x, and 1 / (1 − x) below zero, where softplus would fall as fast as exp x."""
+    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+
+
 class Mamba3Mixer(nn.Module):
     """The two writes of Eq. 16, with data-dependent decay, keys and queries rotated by the angle turned so far.
 
@@ -64,7 +69,8 @@ class Mamba3Mixer(nn.Module):
         gate, v, k, q, step, rate, trapezoid, angle = self.in_proj(x).split(self.widths, -1)
         wide = state_dtype(q.dtype)
         dt = softplus(step.to(wide) + self.step_bias.to(wide))
-        g = -softplus(rate.to(wide)).clamp(min=SMALLEST_RATE) * dt
+        positive = softplus if self.config.decay_rate == "softplus" else heavy_tail
+        g = -positive(rate.to(wide)).clamp(min=SMALLEST_RATE) * dt
         lam = trapezoid.to(wide).sigmoid()
         theta = cumulative_rotation(
             angle,

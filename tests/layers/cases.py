@@ -32,7 +32,9 @@ MIXERS: dict[str, MixerConfig] = {
     "deltanet": replace(DELTA, decay="none", gates="tied", output_gate="none"),
     "mamba2": Mamba2Config(inner_size=12, head_dim=4, state_size=5, conv_width=3),
     "mamba3": Mamba3Config(inner_size=12, head_dim=4, state_size=9),
-    "mamba3, rank 3": Mamba3Config(inner_size=12, head_dim=4, state_size=6, rank=3),
+    "mamba3, rank 3": Mamba3Config(
+        inner_size=12, head_dim=4, state_size=6, rank=3, decay_rate="heavy-tail"
+    ),
     "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6),
     "window": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, window=5),
 }

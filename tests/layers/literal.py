@@ -126,7 +126,9 @@ def mamba3(c: Mamba3Config, p: Parameters, x: Tensor) -> Tensor:
     sizes = [c.inner_size, c.inner_size, rank * state, rank * state, heads, heads, heads, angles]
     z, v, B, C, step, rate, trapezoid, angle = (x @ p["in_proj.weight"].T).split(sizes, -1)
     dt = softplus(step + p["step_bias"])
-    A = -torch.maximum(softplus(rate), torch.tensor(1e-4, dtype=x.dtype))
+    tail = torch.where(rate < 0, 1 / (1 - rate), 1 + rate)
+    A = softplus(rate) if c.decay_rate == "softplus" else tail
+    A = -torch.maximum(A, torch.tensor(1e-4, dtype=x.dtype))
     turn = math.pi * angle.tanh()[:, :, None] * dt[..., None]
 
     def ranks(y: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
