@@ -123,7 +123,7 @@ def read_scale(scale: Any, q: Tensor) -> float:
         number = math.nan if isinstance(scale, (str, bytes)) else float(scale)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's of complex numbers
         number = math.nan
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # compilers know no `isfinite` of a number that changes
         raise ValueError(f"scale: got {scale!r}, expected a finite number")
     return number
 

@@ -160,6 +160,21 @@ def test_sizes_may_be_unknown(length: int) -> None:
         assert torch.equal(compile_(run)(*given), run(*given))
 
 
+def test_a_scale_may_change() -> None:
+    """A compiler takes the first for a constant, and from the second on for a number it does not know."""
+    x, state = torch.rand(2, 5, 2, 4), torch.rand(2, 2, 4, 4)
+    runs: list[Any] = [
+        lambda by: gated_delta_rule(x, x, x, -x, scale=by)[0],
+        lambda by: gated_delta_step(x, x, x, -x, scale=by, state=state)[0],
+        lambda by: attention(x, x, x, scale=by)[0],
+    ]
+    for run in runs:
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(run, fullgraph=True, backend="eager")
+        for scale in (0.5, 0.25, 0.125, 2.0):
+            assert_close(f"scale {scale}", compiled(scale), run(scale), 1e-6)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_step_compiles(inplace: bool) -> None:
     torch._dynamo.reset()
