@@ -32,7 +32,8 @@ class Mamba3State(NamedTuple):
 
 def heavy_tail(x: Tensor) -> Tensor:
     """1 + x, and 1 / (1 − x) below zero, where softplus would fall as fast as exp x."""
-    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+    # clamped on both sides, zero would count twice in the gradient
+    return torch.where(x < 0, 1 / (1 - x.clamp(max=0)), 1 + x)
 
 
 class Mamba3Mixer(nn.Module):

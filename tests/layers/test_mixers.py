@@ -15,6 +15,7 @@ from gdn2.layers.config import (
     MixerConfig,
 )
 from gdn2.layers.layout import Layout
+from gdn2.layers.mamba3 import heavy_tail
 from gdn2.layers.mixers import Mixer, build_mixer
 from tests.closeness import assert_close, relative_error
 from tests.layers import literal
@@ -54,6 +55,15 @@ def test_mixer_is_its_definition(name: str) -> None:
     for parameter, d in gradients(mixer, x, y).items():
         assert float(reference[parameter].norm()) > 1e-6, parameter
         assert_close(parameter, d, reference[parameter], EXACT)
+
+
+def test_a_heavy_tail_is_smooth_at_zero() -> None:
+    x = torch.tensor([-3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0], dtype=torch.float64, requires_grad=True)
+    y = heavy_tail(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    tail = [1 / 4, 1 / 1.001]
+    assert_close("y", y, x.new_tensor([*tail, 1, 1, 1.001, 4]), 1e-15)
+    assert_close("slope", slope, x.new_tensor([*(z * z for z in tail), 1, 1, 1, 1]), 1e-15)
 
 
 @mixers
