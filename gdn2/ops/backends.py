@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -26,9 +27,17 @@ STAGES = (
 )
 RULE = (*STAGES, "table", TOGETHER)
 _said: set[str] = set()
-_in_force = [
-    "auto"
-]  # for the whole process: backwards run in threads of their own; the last counts
+
+
+@dataclass(eq=False)
+class _Word:
+    """What somebody asked for, told from others who ask for the same."""
+
+    backend: str
+
+
+# For the whole process: backwards run in threads of their own. The last counts.
+_in_force = [_Word("auto")]
 
 
 @contextmanager
@@ -36,19 +45,20 @@ def using(backend: str) -> Iterator[None]:
     """Let this backend be what "auto" means until the block ends, for models too.
 
     With "torch" or "reference" no kernel of this package runs meanwhile, of convolutions and norms either, so that a
-    result can be compared with one in which none had a part. What was compiled before stays as it was compiled.
+    result can be compared with one in which none had a part. What was compiled before may stay as it was compiled.
     """
     require(backend in BACKENDS, "backend", repr(backend), f"one of {', '.join(BACKENDS)}")
-    _in_force.append(backend)
+    word = _Word(backend)
+    _in_force.append(word)
     try:
         yield
     finally:
-        _in_force.pop()
+        _in_force.remove(word)  # others in other threads may have come later
 
 
 def in_force() -> str:
     """The backend that "auto" means now, "auto" itself where nobody said."""
-    return _in_force[-1]
+    return _in_force[-1].backend
 
 
 def why_not(

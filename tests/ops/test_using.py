@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gdn2
 from gdn2.ops import backends, reference, rule
-from gdn2.ops.backends import choose, why_not
+from gdn2.ops.backends import choose, in_force, why_not
 from tests.ops.cases import Case, operands
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -56,6 +56,19 @@ def test_it_ends_with_its_block(gpu: None) -> None:
     with pytest.raises(ValueError, match=r"^backend: got 'fast', expected one of auto, triton"):
         gdn2.using("fast").__enter__()
     assert choose("auto", GPU) == "triton"
+
+
+def test_blocks_of_threads_may_end_in_any_order() -> None:
+    one, other, last = (gdn2.using(name) for name in ("torch", "reference", "torch"))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert in_force() == "reference"
+    last.__enter__()
+    other.__exit__(None, None, None)
+    assert in_force() == "torch"
+    last.__exit__(None, None, None)
+    assert in_force() == "auto"
 
 
 def test_a_model_goes_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
