@@ -183,14 +183,21 @@ def _check_there(name: str, find: Callable[[Path], Path], data: Path | None) -> 
 
 
 def columns(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The paper's columns that results have a number for, and averages where none is missing or of other samples."""
+    """The paper's columns that results have a number for, and averages where none is missing or asked otherwise."""
     found = {
         column: tasks[task]["metrics"][metric]
         for column, (task, metric) in COLUMNS.items()
         if metric in tasks.get(task, {}).get("metrics", {})
     }
     for average, parts in AVERAGES.items():
-        limits = {tasks[COLUMNS[part][0]].get("limit") for part in parts if part in found}
-        if all(part in found for part in parts) and len(limits) == 1:
+        names = [COLUMNS[part][0] for part in parts if part in found]
+        ways = {_way(name, tasks[name]) for name in names}
+        if len(names) == len(parts) and len(ways) == 1:
             found[average] = mean(found[part] for part in parts)
     return found
+
+
+def _way(name: str, task: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """How many samples were asked, and of recall the length of documents, which calls may choose."""
+    length = task.get("asked", {}).get("recall_length", Sources.recall_length)
+    return task.get("limit"), length if name in RECALL_SETS else None

@@ -188,6 +188,21 @@ def test_averages_are_those_of_the_paper() -> None:
     assert "Avg. of Table 2" not in columns(tasks)
 
 
+def test_recall_at_other_lengths_has_no_average() -> None:
+    tasks: dict[str, dict[str, Any]] = {
+        task: {"metrics": {metric: float(i)}, "limit": 5}
+        for i, (task, metric) in enumerate(list(COLUMNS.values())[11:])
+    }
+    assert columns(tasks)["Avg. of Table 4"] == 2.5
+    tasks["drop"]["asked"] = {"recall_length": 2048}  # as where nobody said
+    assert columns(tasks)["Avg. of Table 4"] == 2.5
+    tasks["drop"]["asked"] = {"recall_length": 512}
+    assert "Avg. of Table 4" not in columns(tasks) and columns(tasks)["DROP"] == 5.0
+    for task in tasks.values():
+        task["asked"] = {"recall_length": 512}
+    assert columns(tasks)["Avg. of Table 4"] == 2.5
+
+
 def test_other_protocols_are_other_requests(place: Path) -> None:
     """Nothing of the usual protocol's answers is taken for them, and the results say which it was."""
     task = "niah_single_1"
