@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import isinf
 from typing import Any
 
 import torch
@@ -98,11 +99,14 @@ def check_decay(name: str) -> None:
     if name in ("initial", "spiky"):
         return
     try:
-        fits = float(name) <= 0
+        decay = float(name)
+        fits = decay <= 0 and (isinf(decay) or -decay <= torch.finfo(torch.float32).max)
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"decay: got {name!r}, expected initial, spiky or a number up to 0")
+        raise ValueError(
+            f"decay: got {name!r}, expected initial, spiky or a number of fp32 up to 0"
+        )
 
 
 def make_operands(plan: Plan, decay: str) -> Operands:

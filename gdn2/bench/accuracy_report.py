@@ -12,10 +12,11 @@ LOST = "lost"  # no number, or nothing of a quantity that is not zero
 def render(result: Result, console: Console) -> None:
     """Print the errors of all variants, and below those of a peer how many times its error ours is."""
     plan, quantities = result.plan, list(result.rows[0].errors)
-    table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    # As wide as a log, with decays and a peer beside ours: cells are kept whole, and near each other.
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.title = f"relative errors against fp64, {plan.shape}, {plan.dtype} on {plan.device}"
     for name in ("log-decay", "variant", *quantities):
-        table.add_column(name, justify="left" if name == "variant" else "right")
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for decay in plan.decays:
         rows = {row.variant: row for row in result.rows if row.decay == decay}
         for row in rows.values():

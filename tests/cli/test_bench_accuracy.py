@@ -1,6 +1,7 @@
 """The benchmark of accuracy: errors are those of what was computed, whoever computed it."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from gdn2.bench.accuracy import (
     SPIKES,
     STEPS,
     Plan,
+    Row,
     by_steps,
     make_operands,
     read_plan,
     run,
 )
 from gdn2.bench.accuracy_report import render
+from gdn2.bench.timing import describe_machine
 from gdn2.cli import app
 from gdn2.ops.rule import gated_delta_rule
 
@@ -105,6 +108,27 @@ def test_a_peer_is_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(result.as_json(), allow_nan=False)
 
 
+def test_all_of_the_table_fits_into_a_log() -> None:
+    """Which is a hundred characters wide; no name and no number is cut."""
+    own: dict[str, float | None] = dict.fromkeys(QUANTITIES, 1.7e-3)
+    kept = "fla-no-recompute"
+    others: dict[str, float | None] = dict.fromkeys(
+        QUANTITIES[:-1], 3.4e-3
+    )  # nobody's steps but ours
+    found = {"triton": own, "fla": others, kept: others}
+    chosen = replace(plan(decays="initial,-200", dtype="bf16"), backend="triton")
+    rows = [Row(decay, name, found[name]) for decay in chosen.decays for name in found]
+    result = accuracy.Result(chosen, describe_machine(), tuple(rows), ())
+    console = Console(file=StringIO(), width=100)
+    render(result, console)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["log-decay", "variant", *QUANTITIES] in lines
+    for decay in chosen.decays:
+        assert [decay, "triton", *["1.7e-03"] * 8] in lines
+        assert [decay, kept, *["3.4e-03"] * 7, "–"] in lines
+        assert [decay, "over", "fla", *["0.50"] * 7, "–"] in lines
+
+
 def test_a_peer_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Tensor) -> Tensor:
         raise RuntimeError("no such kernel\nand more")
@@ -132,7 +156,8 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--decay", "3"), "decay: got '3', expected initial, spiky or a number up to 0"),
+        (("--decay", "3"), "decay: got '3', expected initial, spiky or a number of fp32 up to 0"),
+        (("--decay", "-1e39"), "decay: got '-1e39', expected"),
         (("--decay", "nan"), "decay: got 'nan', expected"),
         (("--decay", "slow"), "decay: got 'slow', expected"),
         (("--shape", "1x2"), "shape: got '1x2', expected BxTxHxDkxDv"),
