@@ -96,6 +96,7 @@ def take(
     if minutes is not None and not 0 < minutes < inf:
         raise ValueError(f"minutes: got {minutes:g}, expected more than 0")
     begun, taken = monotonic(), read(file)
+    _check_device(figures, taken, file)
     _keep(taken, file)  # before anything is timed: it can be written
     failures = []
     for number, figure in enumerate(figures, start=1):
@@ -109,6 +110,21 @@ def take(
         if one["failure"] is not None:
             failures.append(f"{figure.name}: {one['failure']}")
     return failures
+
+
+def _check_device(figures: Sequence[Figure], taken: dict[str, Taken], file: Path) -> None:
+    """Refuse a CPU's figures in the place of a GPU's, or the other way round: some have the same names."""
+
+    def device(commands: Sequence[str]) -> str:
+        return commands[-1].rpartition(" --device ")[2]
+
+    for figure in figures:
+        wanted, kept = device(figure.commands), taken.get(figure.name)
+        if kept is not None and device(kept["commands"]) != wanted:
+            got = f"{figure.name} of {device(kept['commands'])}"
+            raise ValueError(
+                f"{file}: got {got}, expected figures of {wanted}; choose another file"
+            )
 
 
 def _take(figure: Figure, file: Path, say: Callable[[str], None]) -> Taken:

@@ -109,6 +109,22 @@ def test_what_was_taken_elsewhere_is_missing(file: Path) -> None:
     assert is_missing(machine={**machine, "gpus": [{"name": "H200"}]})
 
 
+def test_figures_of_another_device_stay(file: Path) -> None:
+    """Some have the same names: an hour of a GPU is not given for a minute of a CPU."""
+    take(file, "first")
+    record = json.loads(file.read_text())
+    record["figures"]["first"]["commands"] = [f"{QUICK} --device cuda"]
+    content = json.dumps(record)
+    file.write_text(content)
+    for names in ((), ("first",)):
+        done = take(file, *names)
+        expected = "got first of cuda, expected figures of cpu; choose another file"
+        assert (done.exit_code, done.stderr) == (2, f"error: {file}: {expected}\n")
+        assert file.read_text() == content
+    assert take(file, "second").exit_code == 0
+    assert kept(file)["first"] == record["figures"]["first"]
+
+
 def test_figures_of_a_gpu_are_listed_anywhere(file: Path) -> None:
     command = ["bench", "figures", "--list", "--device", "cuda", "--json", str(file)]
     done = CliRunner().invoke(app, command)
