@@ -29,9 +29,17 @@ SOURCES = (".py", ".cu", ".cuh")
 Taken = dict[str, Any]
 TOLERANCE = 0.1  # minutes
 NAMED = ("gdn2", "torch", "triton", "fla-core")
-FIELDS = frozenset(
-    ("about", "commands", "output", "data", "failure", "seconds", "date", "machine", "code")
-)
+FIELDS = {
+    "about": str,
+    "commands": list,
+    "output": list,
+    "data": list,
+    "failure": str | None,
+    "seconds": float,
+    "date": str,
+    "machine": dict,
+    "code": str,
+}
 
 
 def choose(device: str, names: Sequence[str]) -> list[Figure]:
@@ -58,9 +66,17 @@ def read(file: Path) -> dict[str, Taken]:
     record = read_json(file)
     figures = record.get("figures") if record.get("format") == FORMAT else None
     kept = figures.values() if isinstance(figures, dict) else [None]
-    if not all(isinstance(one, dict) and one.keys() == FIELDS for one in kept):
+    if not all(map(_is_taken, kept)):
         raise ValueError(f"{file}: got another file, expected one of gdn2 bench figures")
     return dict(record["figures"])
+
+
+def _is_taken(one: Any) -> bool:
+    if not isinstance(one, dict) or one.keys() != FIELDS.keys():
+        return False
+    if not all(isinstance(one[name], kind) for name, kind in FIELDS.items()):
+        return False
+    return bool(one["commands"]) and all(isinstance(data, dict) for data in one["data"])
 
 
 def missing(figures: Sequence[Figure], taken: dict[str, Taken]) -> list[Figure]:

@@ -109,6 +109,20 @@ def test_what_was_taken_elsewhere_is_missing(file: Path) -> None:
     assert is_missing(machine={**machine, "gpus": [{"name": "H200"}]})
 
 
+def test_figures_that_are_damaged_are_another_file(file: Path, tmp_path: Path) -> None:
+    take(file, "first")
+    whole = json.loads(file.read_text())["figures"]["first"]
+    damage: dict[str, list[Any]] = {"data": [None, [1]], "commands": [None, []], "machine": [[]]}
+    for name, several in damage.items():
+        for wrong in several:
+            record = {"format": figures.FORMAT, "figures": {"first": {**whole, name: wrong}}}
+            file.write_text(json.dumps(record))
+            report = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "out")])
+            expected = f"error: {file}: got another file, expected one of gdn2 bench figures\n"
+            for done in (report, take(file, "first")):
+                assert (done.exit_code, done.stderr) == (2, expected), (name, wrong)
+
+
 def test_figures_of_another_device_stay(file: Path) -> None:
     """Some have the same names: an hour of a GPU is not given for a minute of a CPU."""
     take(file, "first")
