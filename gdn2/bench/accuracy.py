@@ -15,7 +15,7 @@ from gdn2.bench.operator import Shape
 from gdn2.bench.peers import Operator, find_peers
 from gdn2.bench.timing import DTYPES, Machine
 from gdn2.ops.arguments import SOLVE_PRECISIONS, new_state
-from gdn2.ops.backends import choose
+from gdn2.ops.backends import choose, using
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 from gdn2.ops.selfcheck import relative_error
 
@@ -170,7 +170,10 @@ def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Re
                 result = replace(result, notes=(*result.notes, note))
                 continue
             if name == plan.backend:
-                outcome[STEPS] = by_steps(**operands)
+                with using(
+                    plan.backend
+                ):  # else a GPU's kernel steps, whichever backend is compared
+                    outcome[STEPS] = by_steps(**operands)
             errors = {n: relative_error(x, right[n]) for n, x in outcome.items()}
             known = {n: e if e < float("inf") else None for n, e in errors.items()}
             result = replace(result, rows=(*result.rows, Row(decay, name, known)))

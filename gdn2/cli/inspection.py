@@ -46,7 +46,7 @@ def accuracy(
 ) -> None:
     """Compare output and gradients with fp64 on the same operands, at decays of any strength.
 
-    Errors are ‖x − y‖ / ‖y‖.
+    Errors are ‖x − y‖ / ‖y‖; that under "steps" is of the output as decoding gives it, one token after the other.
     """
     from gdn2.bench.accuracy import Result, read_plan, run
     from gdn2.bench.accuracy_report import render

@@ -28,7 +28,8 @@ from gdn2.bench.accuracy import (
 from gdn2.bench.accuracy_report import render
 from gdn2.bench.timing import describe_machine
 from gdn2.cli import app
-from gdn2.ops.rule import gated_delta_rule
+from gdn2.ops.backends import in_force
+from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 
 QUANTITIES = ["o", "dq", "dk", "dv", "dg", "dw", "db", STEPS]
 
@@ -80,6 +81,22 @@ def test_steps_are_those_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = run(plan(decays="-1")).rows
     assert (row.errors["o"] or 0.0) < 2e-6
     assert (row.errors[STEPS] or 0.0) > 0.1
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_steps_are_by_the_backend_that_is_compared(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a kernel of its own would take them."""
+    seen: list[str] = []
+
+    def step(**operands: Any) -> tuple[Tensor, Tensor]:
+        seen.append(in_force())
+        return gated_delta_step(**operands)
+
+    monkeypatch.setattr(accuracy, "gated_delta_step", step)
+    run(plan(shape="1x3x1x8x8", decays="0", backend=backend))
+    assert seen == [backend] * 3 and in_force() == "auto"
 
 
 def test_decays_are_those_asked_for() -> None:
