@@ -115,7 +115,7 @@ def _needles(evaluations: Sequence[Evaluation]) -> Iterator[Block]:
 def _speeds(speeds: Sequence[Speed]) -> Iterator[Block]:
     yield Heading("Training throughput in thousands of tokens a second")
     yield speed_table(speeds)
-    caption = "Training throughput: the paper's on an H100 dashed, ours solid."
+    caption = "Training throughput: the paper's on an H100 dashed, ours solid, twins of fla's layers dotted."
     yield _picture("throughput.png", caption, partial(draw_speeds, speeds))
     shapes = left_out(speeds)
     if shapes:

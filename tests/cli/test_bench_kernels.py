@@ -15,7 +15,7 @@ from gdn2.bench.profile import Kernel
 from gdn2.bench.timing import describe_machine
 from gdn2.cli import app
 
-PASSES = ["fwd", "fwd + bwd", "fwd + bwd, kept"]
+PASSES = ["fwd", "fwd + bwd", "fwd + bwd-no-recompute"]
 
 
 def test_each_pass_has_its_kernels(tmp_path: Path) -> None:
@@ -26,6 +26,7 @@ def test_each_pass_has_its_kernels(tmp_path: Path) -> None:
     record = json.loads(target.read_text())
     assert record["plan"]["shapes"] == ["1x70x2x16x16"] and record["plan"]["device"] == "cpu"
     forward, backward, kept = record["parts"]
+    assert [part["measured"] for part in record["parts"]] == PASSES
     names = [{kernel["name"] for kernel in part["kernels"]} for part in (forward, backward, kept)]
     assert all("gdn2::chunk_forward" in found for found in names)
     assert [("gdn2::chunk_backward" in found) for found in names] == [False, True, True]

@@ -100,6 +100,7 @@ def test_markdown_says_the_same_beside_its_pictures(
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     assert "| Gated DeltaNet-2: gdn2-15m, step 40 | 2.00 | 3.00 | 4.00 |" in text
     assert "| gdn2-1.3b-hybrid, gdn2 bf16 | 50.12 | – | – | – |" in text
+    assert "ours solid, twins of fla's layers dotted" in text
     assert "| Gated DeltaNet-2 | **15.90** | **11.41** | 48.09 |" in text
     assert "| 4 pairs | 98.7 | – |" in text
     assert "- piqa: how piqa is asked; 5 samples; only the first 5" in text
