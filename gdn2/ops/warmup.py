@@ -72,9 +72,8 @@ def warmup(
         leaves = _zeros(sizes, 1, chunk_size + 1, device)
         options = {"chunk_size": chunk_size, "solve_precision": solve_precision}
         leaves = {name: x.requires_grad_(backward) for name, x in leaves.items()}
-        for recompute in (True, False)[
-            : 1 + backward
-        ]:  # value heads that are shared have kernels for each
+        # gradients have kernels for either where value heads are shared
+        for recompute in (True, False) if backward else (True,):
             o, _ = gated_delta_rule(**leaves, backend="triton", recompute=recompute, **options)  # type: ignore[arg-type]
             if backward:
                 o.sum().backward()
