@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn2.hf.naming import Pair
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import DTYPES, require
 
 Tensors = Mapping[str, Tensor]
 
@@ -42,11 +42,13 @@ def check_complete(found: Collection[str], pairs: Iterable[Pair], whole: str) ->
     require(not got, "checkpoint", got, whole)
 
 
-def check_shapes(weights: Tensors, names: Mapping[str, str], module: nn.Module) -> None:
-    """Refuse weights that do not fit a module's parameters, by the names that others give them."""
+def check_fit(weights: Tensors, names: Mapping[str, str], module: nn.Module) -> None:
+    """Refuse weights that are no values of a module's parameters, by the names that others give them."""
     for own, parameter in module.named_parameters():
-        got, expected = tuple(weights[own].shape), tuple(parameter.shape)
-        require(got == expected, f"checkpoint: {names[own]}", f"shape {got}", expected)
+        weight, name = weights[own], f"checkpoint: {names[own]}"
+        got, expected = tuple(weight.shape), tuple(parameter.shape)
+        require(got == expected, name, f"shape {got}", expected)
+        require(weight.dtype in DTYPES, name, weight.dtype, "fp64, fp32, bf16 or fp16")
 
 
 def _flat(own: str, tensor: Tensor) -> Tensor:

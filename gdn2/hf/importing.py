@@ -12,13 +12,13 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from gdn2.hf.forms import Tensors, check_complete, check_shapes, to_ours
+from gdn2.hf.forms import Tensors, check_complete, check_fit, to_ours
 from gdn2.hf.naming import GATES, ROLES, Gate, Kind, Naming
 from gdn2.hf.recognising import advice, recognise
 from gdn2.layers.config import AttentionConfig, DeltaConfig, MixerConfig
 from gdn2.layers.plain import nearest
 from gdn2.models.config import ModelConfig
-from gdn2.models.files import read_tensors
+from gdn2.models.files import each_tensor
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.weights import weight_files
 from gdn2.ops.arguments import require
@@ -56,7 +56,8 @@ class Unsaid:
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a .pth file, of a safetensors file, or of a folder of these, without prefixes of wrappers.
 
-    A pickle is read by torch's own reader of tensors and plain values, which executes nothing.
+    They lie in the files' memory maps, where these have one, so that whoever copies them holds them once. A pickle is
+    read by torch's own reader of tensors and plain values, which executes nothing.
     """
     path = Path(path)
     require(path.exists(), "checkpoint", f"{path}, which is not there", "a file or a folder")
@@ -64,7 +65,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     found: dict[str, Any] = {}
     for file in files:
         is_safe = file.suffix == ".safetensors"
-        found |= read_tensors(file, torch.device("cpu")) if is_safe else _unpickle(file)
+        found |= dict(each_tensor(file, torch.device("cpu"))) if is_safe else _unpickle(file)
     for name in ("model", "state_dict"):
         found = found[name] if isinstance(found.get(name), dict) else found
     tensors = {WRAPPERS.sub("", str(name)): value for name, value in found.items()}
@@ -80,14 +81,18 @@ def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
     pairs = [*naming.pairs()]
     whole = "the tensors of its blocks and no others"
     check_complete(tensors.keys(), pairs, whole + advice(tensors.keys(), naming))
+    for name, x in tensors.items():
+        require(x.numel() > 0, f"checkpoint: {name}", f"shape {tuple(x.shape)}", "some numbers")
     names = {own: other for owns, other in pairs for own in owns}
     config = _config(tensors, naming, names, unsaid)
     with torch.device("meta"):
         model = LanguageModel(config)
     weights = to_ours(tensors, pairs, unsaid.head_dim)
-    check_shapes(weights, names, model)
-    # Tensors of a file may share its memory, and lie where products round differently.
-    model.load_state_dict({own: x.clone() for own, x in weights.items()}, assign=True)
+    check_fit(weights, names, model)
+    # Tensors of a file may share its memory, and lie where, or so that, products round differently.
+    dense = torch.contiguous_format
+    own_memory = {own: x.clone(memory_format=dense) for own, x in weights.items()}
+    model.load_state_dict(own_memory, assign=True)
     return model
 
 

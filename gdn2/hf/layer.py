@@ -1,6 +1,6 @@
 """One layer of the released code, or of fla, and a mixer of ours."""
 
-from gdn2.hf.forms import Tensors, check_complete, check_shapes, to_ours
+from gdn2.hf.forms import Tensors, check_complete, check_fit, to_ours
 from gdn2.hf.naming import GATES, Gate, layer_pairs
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.delta import DeltaMixer
@@ -31,7 +31,11 @@ def load_layer(
     others = [name for name, _ in mixer.named_parameters() if name not in weights]
     own = "a DeltaMixer's own parameters, without adapters"
     require(not others, "mixer", f"a parameter {''.join(others[:1])}", own)
-    check_shapes(weights, {own: other for owns, other in pairs for own in owns}, mixer)
+    check_fit(weights, {own: other for owns, other in pairs for own in owns}, mixer)
+    empty = any(x.is_meta for x in [*weights.values(), *mixer.parameters()])
+    require(
+        not empty, "mixer", "tensors on the meta device", "a mixer and tensors that hold values"
+    )
     mixer.load_state_dict(weights)
 
 

@@ -79,6 +79,24 @@ def test_heads_have_channels(size: int) -> None:
         Unsaid(head_dim=size)
 
 
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pth"])
+def test_a_file_is_copied_once(name: str, tmp_path: Path) -> None:
+    model = hybrid()
+    write: Any = save_file if name == "c.safetensors" else torch.save
+    write(official(model), tmp_path / name)
+    tensors = read_checkpoint(tmp_path / name)
+    assert not any(x.untyped_storage().resizable() for x in tensors.values())  # in the file's map
+    found = import_model(tensors, OFFICIAL)
+    assert all(x.untyped_storage().resizable() for x in found.parameters())
+    assert_same(found, model)
+
+
+def test_tensors_may_lie_in_any_order() -> None:
+    model = hybrid()
+    turned = {name: x.T.contiguous().T if x.ndim == 2 else x for name, x in official(model).items()}
+    assert_same(import_model(turned, OFFICIAL), model)
+
+
 def without(name: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.pop(name)
 
@@ -119,6 +137,20 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
             r"^checkpoint: transformer\.h\.0\.attn\.k_conv1d\.weight: got shape \(10, 1\), expec",
         ),
         (lambda tensors: tensors.clear(), r"^checkpoint: got no tensor ….q_conv1d.weight, expecte"),
+        *(
+            (
+                changed(f"transformer.h.0.attn.{name}", lambda x: x.new_empty(0)),
+                rf"^checkpoint: transformer\.h\.0\.attn\.{name}: got shape \(0,\), expected some num",
+            )
+            for name in ("A_log", "dt_bias", "o_norm.weight")
+        ),
+        *(
+            (
+                changed("transformer.h.0.attn.q_proj.weight", lambda x, dtype=dtype: x.to(dtype)),
+                rf"^checkpoint: transformer\.h\.0\.attn\.q_proj\.weight: got {dtype}, expected fp64, f",
+            )
+            for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64)
+        ),
     ],
 )
 def test_wrong_checkpoints_are_refused_by_name(

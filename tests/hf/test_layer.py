@@ -113,6 +113,14 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
             r"^checkpoint: got unexpected backbone\.layers\.1\.gdn\.q_conv1d\.bias, expected the tensors",
         ),
         (
+            changed("k_proj.weight", lambda x: (100 * x).to(torch.int8)),
+            r"^checkpoint: backbone\.layers\.1\.gdn\.k_proj\.weight: got torch\.int8, expected fp64, f",
+        ),
+        (
+            changed("k_proj.weight", lambda x: x.to("meta")),
+            r"^mixer: got tensors on the meta device, expected a mixer and tensors that hold values$",
+        ),
+        (
             lambda tensors: tensors.clear(),
             r"^checkpoint: got no .* and 14 more, expected the tensors ",
         ),
@@ -160,6 +168,10 @@ def test_other_layers_are_refused() -> None:
     attention: Any = build_mixer(WINDOW, WIDTH)
     with pytest.raises(ValueError, match=r"^mixer: got AttentionMixer, expected a DeltaMixer$"):
         load_layer(attention, {}, output_gate="silu")
+    with torch.device("meta"):
+        nowhere = fresh()
+    with pytest.raises(ValueError, match=r"^mixer: got tensors on the meta device, expected a mix"):
+        load_layer(nowhere, theirs(), PLACE, output_gate="silu")
     mixer: Any = fresh()
     mixer.q_proj = torch.nn.Sequential(mixer.q_proj)  # as an adapter wraps it
     with pytest.raises(
