@@ -68,8 +68,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
         found |= dict(each_tensor(file, torch.device("cpu"))) if is_safe else _unpickle(file)
     for name in ("model", "state_dict"):
         found = found[name] if isinstance(found.get(name), dict) else found
-    tensors = {WRAPPERS.sub("", str(name)): value for name, value in found.items()}
-    for name, value in tensors.items():
+    tensors: dict[str, Tensor] = {}
+    for wrapped, value in found.items():
+        name = WRAPPERS.sub("", str(wrapped))
+        require(name not in tensors, "checkpoint", f"{name} twice, in wrappers", "each once")
+        tensors[name] = value
         fits = isinstance(value, Tensor)
         require(fits, f"checkpoint: {name}", type(value).__name__, "a tensor")
     return tensors
@@ -78,6 +81,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
 def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
     """The model that a checkpoint of the released code, or of a model around fla's layer, holds."""
     naming = recognise(tensors.keys(), unsaid.names, unsaid.tied)
+    tensors = _without_tied_head(tensors, naming) if unsaid.tied else tensors
     pairs = [*naming.pairs()]
     whole = "the tensors of its blocks and no others"
     check_complete(tensors.keys(), pairs, whole + advice(tensors.keys(), naming))
@@ -94,6 +98,18 @@ def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
     own_memory = {own: x.clone(memory_format=dense) for own, x in weights.items()}
     model.load_state_dict(own_memory, assign=True)
     return model
+
+
+def _without_tied_head(tensors: Tensors, naming: Naming) -> Tensors:
+    """Without the embedding under a head's name, as pickles of tied models hold it; another tensor there stays."""
+    table = tensors.get(naming.roles["embedding"])
+    known = {name for _, name in naming.pairs()}
+    again = {name for name in tensors.keys() - known if _same(tensors[name], table)}
+    return {name: x for name, x in tensors.items() if name not in again}
+
+
+def _same(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and x.dtype == y.dtype and torch.equal(x, y)
 
 
 def _unpickle(file: Path) -> dict[str, Any]:

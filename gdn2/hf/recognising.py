@@ -54,6 +54,8 @@ def recognise(names: Collection[str], called: Mapping[str, str], tied: bool) -> 
     blocks, layer = _first_convolution(names)
     numbers = (re.match(rf"{re.escape(blocks)}(\d+)\.", name) for name in names)
     count = 1 + max(int(number[1]) for number in numbers if number)
+    few = f"at most {len(names)}, as many as there are tensors"
+    require(count <= len(names), "checkpoint", f"a block {blocks}{count - 1}", few)
     kinds = tuple(_kind(names, f"{blocks}{i}.{layer}") for i in range(count))
     naming = Naming(blocks, layer, kinds, {})
     absent = {*(() if "attention" in kinds else ATTENTION), *(["head"] if tied else [])}

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import gdn2
 from gdn2.cli import app
 from gdn2.data.tokenizers import load_tokenizer
+from gdn2.hf.foreign import foreign_tensors, unsaid_of
 from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
 from gdn2.models.folder import load_stop_ids
 from tests.data.samples import save_tokenizer
@@ -91,6 +92,32 @@ def test_a_file_is_copied_once(name: str, tmp_path: Path) -> None:
     assert_same(found, model)
 
 
+def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding() -> None:
+    layer = replace(LAYER, output_gate="sigmoid", gate_rank=LAYER.value_head_dim)
+    model = make(config(layer, tied=True)).float()
+    table = model.embedding.weight.detach()
+    tensors = foreign_tensors(model, "fla")
+    assert "lm_head.weight" not in tensors
+    for head in (table, table.clone()):
+        found = import_model({**tensors, "lm_head.weight": head}, unsaid_of(model.config))
+        assert_same(found, model)
+    for other in (table + 1, table.bfloat16(), table[1:]):
+        with pytest.raises(ValueError, match=r"^checkpoint: got unexpected lm_head\.weight, expec"):
+            import_model({**tensors, "lm_head.weight": other}, unsaid_of(model.config))
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    tensors = official(hybrid())
+    averages = {f"module.{name}": torch.zeros_like(x) for name, x in tensors.items()}
+    compiled = {f"_orig_mod.{name}": x for name, x in tensors.items()}
+    torch.save({"model": averages | compiled}, tmp_path / "c.pth")
+    with pytest.raises(
+        ValueError,
+        match=r"^checkpoint: got transformer\.wte\.weight twice, in wrappers, expected each once$",
+    ):
+        read_checkpoint(tmp_path / "c.pth")
+
+
 def test_tensors_may_lie_in_any_order() -> None:
     model = hybrid()
     turned = {name: x.T.contiguous().T if x.ndim == 2 else x for name, x in official(model).items()}
@@ -103,6 +130,10 @@ def without(name: str) -> Callable[[Tensors], object]:
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +167,10 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
             changed("transformer.h.0.attn.k_conv1d.weight", lambda x: x[..., 0]),
             r"^checkpoint: transformer\.h\.0\.attn\.k_conv1d\.weight: got shape \(10, 1\), expec",
         ),
+        (
+            lambda tensors: tensors.update({"transformer.h.1000000000000.x": torch.ones(1)}),
+            r"^checkpoint: got a block transformer\.h\.1000000000000, expected at most 62, as many",
+        ),
         (lambda tensors: tensors.clear(), r"^checkpoint: got no tensor ….q_conv1d.weight, expecte"),
         *(
             (
@@ -146,7 +181,7 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
         ),
         *(
             (
-                changed("transformer.h.0.attn.q_proj.weight", lambda x, dtype=dtype: x.to(dtype)),
+                changed("transformer.h.0.attn.q_proj.weight", in_dtype(dtype)),
                 rf"^checkpoint: transformer\.h\.0\.attn\.q_proj\.weight: got {dtype}, expected fp64, f",
             )
             for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64)
