@@ -120,7 +120,7 @@ def export(
 
     is_ours = format is Format.gdn2
     source = find_model(run, step) if is_ours else find_weights(run, step)
-    checkpoint = checkpoint_of(source)
+    checkpoint = checkpoint_of(source.resolve())
     wrong = None if checkpoint is None else damage(checkpoint, "model/")
     if wrong is not None:
         raise ValueError(f"{checkpoint}: got {wrong}, expected a whole one; --step takes another")

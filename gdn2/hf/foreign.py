@@ -65,14 +65,21 @@ def foreign_tensors(
     kinds: tuple[Kind, ...] = tuple(
         "delta" if isinstance(mixer, DeltaConfig) else attention for mixer in config.mixers
     )
-    naming = naming_in(form, kinds, config.tie_word_embeddings)
-    return to_theirs(model.state_dict(), naming.pairs(), unsaid_of(config).head_dim)
+    pairs = [*naming_in(form, kinds, config.tie_word_embeddings).pairs()]
+    weights = model.state_dict()
+    others = weights.keys() - {own for owns, _ in pairs for own in owns}
+    expected = "a model's own parameters, without adapters"
+    require(not others, "model", f"a parameter {min(others, default='')}", expected)
+    return to_theirs(weights, pairs, unsaid_of(config).head_dim)
 
 
 def unsaid_of(config: ModelConfig) -> Unsaid:
     """What a checkpoint of such a model does not say."""
     delta, attention = mixer_of(config, DeltaConfig), mixer_of(config, AttentionConfig)
+    require(delta is not None, "cell", "no mixer of type 'delta'", "at least one")
     assert delta is not None
+    gated = delta.output_gate != "none"
+    require(gated, "output_gate", repr(delta.output_gate), "'silu' or 'sigmoid'")
     assert delta.output_gate != "none"
     attention = attention or AttentionConfig(window=Unsaid.window)
     return Unsaid(

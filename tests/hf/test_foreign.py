@@ -275,6 +275,30 @@ def test_a_format_that_is_unknown_is_refused() -> None:
         foreign_tensors(model_for("fla"), unknown)
 
 
+def test_adapters_are_no_weights_of_a_model() -> None:
+    model: Any = model_for("fla")
+    wrapped = torch.nn.Module()
+    wrapped.base_layer = model.blocks[1].mixer.q_proj
+    model.blocks[1].mixer.q_proj = wrapped
+    with pytest.raises(
+        ValueError,
+        match=r"^model: got a parameter blocks\.1\.mixer\.q_proj\.base_layer\.weight, exp",
+    ):
+        foreign_tensors(model, "fla")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (config(WINDOW), r"^cell: got no mixer of type 'delta', expected at least one$"),
+        (config(replace(LAYER, output_gate="none")), r"^output_gate: got 'none', expected 'silu' "),
+    ],
+)
+def test_only_models_with_the_layer_leave_something_unsaid(held: ModelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        unsaid_of(held)
+
+
 def command(*words: object) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
@@ -292,6 +316,20 @@ def test_the_command_writes_what_the_other_reads(tmp_path: Path) -> None:
     done = command("import", out / "model.pth", tmp_path / "again", *options.split())
     assert done.exit_code == 0, done.output
     assert_same(gdn2.load(tmp_path / "again"), model)
+
+
+def test_a_checkpoint_is_looked_at_wherever_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "run/checkpoints/step-00000007"
+    gdn2.save(model_for("fla"), checkpoint / "model")  # without the sums of its files
+    (tmp_path / "link").symlink_to(checkpoint / "model")
+    for place, source in ((checkpoint, "model"), (checkpoint / "model", "."), (tmp_path, "link")):
+        monkeypatch.chdir(place)
+        refused = command("export", source, tmp_path / "out", "--format", "fla")
+        assert refused.exit_code == 2
+        assert "step-00000007: got " in refused.output
+        assert not (tmp_path / "out").exists()
 
 
 def test_the_command_writes_safetensors_for_fla(tmp_path: Path) -> None:
