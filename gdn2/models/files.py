@@ -44,7 +44,11 @@ def each_tensor(path: Path, device: torch.device) -> Iterator[tuple[str, Tensor]
     """The tensors of a file one after the other, to be copied: on a CPU they lie in the file's memory map."""
     with _opened(path, str(device)) as file:
         for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
+            try:
+                tensor = file.get_tensor(name)
+            except SafetensorError as reason:  # of numbers that torch does not have
+                raise ValueError(f"{path}: {name}: got {reason}, expected a tensor") from None
+            yield name, tensor
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints in other people's names come back as the same model, and wrong ones are refused by name."""
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -116,6 +117,15 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
         match=r"^checkpoint: got transformer\.wte\.weight twice, in wrappers, expected each once$",
     ):
         read_checkpoint(tmp_path / "c.pth")
+
+
+def test_numbers_that_torch_does_not_have_are_a_line(tmp_path: Path) -> None:
+    held = {"x": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}
+    header = json.dumps(held).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(6)
+    (tmp_path / "c.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"c\.safetensors: x: got .*F6_E2M3, expected a tensor$"):
+        read_checkpoint(tmp_path / "c.safetensors")
 
 
 def test_tensors_may_lie_in_any_order() -> None:
