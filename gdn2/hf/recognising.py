@@ -13,6 +13,7 @@ from gdn2.hf.naming import (
     FUSED_OUT,
     LIT_GPT,
     ROLES,
+    SHARED,
     TRUNK,
     Kind,
     Naming,
@@ -56,7 +57,8 @@ def recognise(names: Collection[str], called: Mapping[str, str], tied: bool) -> 
     count = 1 + max(int(number[1]) for number in numbers if number)
     few = f"at most {len(names)}, as many as there are tensors"
     require(count <= len(names), "checkpoint", f"a block {blocks}{count - 1}", few)
-    kinds = tuple(_kind(names, f"{blocks}{i}.{layer}") for i in range(count))
+    apart = any(role in ATTENTION for role in called)
+    kinds = tuple(_kind(names, f"{blocks}{i}.{layer}", apart) for i in range(count))
     naming = Naming(blocks, layer, kinds, {})
     absent = {*(() if "attention" in kinds else ATTENTION), *(["head"] if tied else [])}
     roles = [role for role in ROLES if role not in absent]
@@ -85,11 +87,13 @@ def _first_convolution(names: Collection[str]) -> tuple[str, str]:
     raise ValueError("checkpoint: got no tensor ….q_conv1d.weight, expected blocks with one")
 
 
-def _kind(names: Collection[str], place: str) -> Kind:
-    """Of the mixer whose names begin so."""
+def _kind(names: Collection[str], place: str, apart: bool) -> Kind:
+    """Of the mixer whose names begin so; `apart` where a user names maps of attention, which then is not fused."""
     if any(place + name in names for name in DELTA.values()):
         return "delta"
-    return "fused" if place + FUSED in names or place + FUSED_OUT in names else "attention"
+    apart = apart or f"{place}{SHARED['q_proj']}.weight" in names
+    is_fused = not apart and any(place + name in names for name in (FUSED, FUSED_OUT))
+    return "fused" if is_fused else "attention"
 
 
 def _find(names: Collection[str], naming: Naming, role: str, said: str | None) -> str:

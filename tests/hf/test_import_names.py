@@ -81,6 +81,21 @@ def test_a_digit_at_a_names_end_is_no_blocks_number() -> None:
     assert_same(import_model(tensors, replace(FLA, output_gate="silu")), hybrid())
 
 
+@pytest.mark.parametrize("own", ["attn.q_proj", "attn.wq"])
+def test_maps_of_attention_may_end_in_one_called_as_beside_fused_ones(own: str) -> None:
+    tensors = around_fla(hybrid())
+    for i in (1, 3):
+        for theirs, other in (("attn.q_proj", own), ("attn.o_proj", "attn.proj")):
+            moved = tensors.pop(f"model.layers.{i}.{theirs}.weight")
+            tensors[f"model.layers.{i}.{other}.weight"] = moved
+    names = {"attention.out_proj": "attn.proj", "attention.q_proj": own}
+    unsaid = replace(FLA, output_gate="silu")
+    assert_same(import_model(tensors, replace(unsaid, names=names)), hybrid())
+    if own == "attn.q_proj":
+        with pytest.raises(ValueError, match=r"--name attention\.out_proj=… would help$"):
+            import_model(tensors, unsaid)
+
+
 @pytest.mark.parametrize("place", range(len(WORDS)))
 def test_the_option_for_a_role_that_is_missing_is_named(place: int) -> None:
     role = WORDS[place].partition("=")[0]
