@@ -26,7 +26,8 @@ def read_results(file: Path, folder: Path, digest: str, step: int | None) -> Num
         return {name: _of_lm_eval(task) for name, task in tasks.items()}
     seen = data.get("model")
     whole = {"metrics", "samples", "protocol"}
-    fits = isinstance(seen, dict) and all(whole <= task.keys() for task in tasks.values())
+    numbers = all(whole <= x.keys() and isinstance(x["metrics"], dict) for x in tasks.values())
+    fits = isinstance(seen, dict) and numbers
     require(fits, f"{file}", "no model, or a task without numbers", "results of `gdn2 eval`")
     assert isinstance(seen, dict)
     after = seen.get("step")

@@ -177,6 +177,14 @@ def test_results_of_lm_eval_stand_in_the_card(run: Path) -> None:
             {"format": "gdn2 results 1", "tasks": {}, "model": 7},
             r"json: got no model, or a task without numbers, expected results of `gdn2 eval`$",
         ),
+        (
+            {
+                "format": "gdn2 results 1",
+                "tasks": {"a": {"metrics": [1], "samples": 1, "protocol": {}}},
+                "model": {},
+            },
+            r"json: got no model, or a task without numbers, expected results of `gdn2 eval`$",
+        ),
         ({"config": "0", "step": 3}, r"got those of model 0 after step 3, expected of \w+ after"),
         ({"step": 2}, r"got those of model \w+ after step 2, expected of \w+ after step 3$"),
     ],
