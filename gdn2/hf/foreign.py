@@ -17,7 +17,7 @@ from gdn2.models.files import new_folder, read_json, standing
 from gdn2.models.folder import CONFIG, MODEL_TYPE, SHARD_BYTES, load_model
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.weights import write_weights
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import DTYPES, require
 
 PICKLE = "model.pth"
 
@@ -67,8 +67,9 @@ def foreign_tensors(
     )
     pairs = [*naming_in(form, kinds, config.tie_word_embeddings).pairs()]
     weights = model.state_dict()
-    others = weights.keys() - {own for owns, _ in pairs for own in owns}
-    expected = "a model's own parameters, without adapters"
+    held = {own for owns, _ in pairs for own in owns}
+    others = {n for n, x in weights.items() if n not in held or x.dtype not in DTYPES}
+    expected = "a model's own parameters, neither quantised nor with adapters"
     require(not others, "model", f"a parameter {min(others, default='')}", expected)
     return to_theirs(weights, pairs, unsaid_of(config).head_dim)
 

@@ -4,7 +4,7 @@ from gdn2.hf.forms import Tensors, check_complete, check_fit, to_ours
 from gdn2.hf.naming import GATES, Gate, layer_pairs
 from gdn2.layers.config import DeltaConfig
 from gdn2.layers.delta import DeltaMixer
-from gdn2.ops.arguments import require
+from gdn2.ops.arguments import DTYPES, require
 
 
 def load_layer(
@@ -28,11 +28,14 @@ def load_layer(
     pairs = [*layer_pairs("", place)]
     check_complete(layer.keys(), pairs, f"the tensors of a layer behind {place!r} and no others")
     weights = to_ours(layer, pairs)
-    others = [name for name, _ in mixer.named_parameters() if name not in weights]
-    own = "a DeltaMixer's own parameters, without adapters"
-    require(not others, "mixer", f"a parameter {''.join(others[:1])}", own)
+    parameters = dict(mixer.named_parameters())
+    others = {n for n, x in parameters.items() if n not in weights or x.dtype not in DTYPES}
+    missing = weights.keys() - parameters.keys()
+    got = f"{'a' if others else 'no'} parameter {min(others or missing, default='')}"
+    own = "a DeltaMixer's own parameters, neither quantised nor with adapters"
+    require(not others and not missing, "mixer", got, own)
     check_fit(weights, {own: other for owns, other in pairs for own in owns}, mixer)
-    empty = any(x.is_meta for x in [*weights.values(), *mixer.parameters()])
+    empty = any(x.is_meta for x in [*weights.values(), *parameters.values()])
     require(
         not empty, "mixer", "tensors on the meta device", "a mixer and tensors that hold values"
     )

@@ -19,7 +19,7 @@ from gdn2.models.config import ModelConfig
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.presets import preset, preset_names
 from tests.hf.foreign import assert_same
-from tests.models.cases import config, make
+from tests.models.cases import config, make, quantise
 
 D, M, VOCABULARY = 10, 14, 23
 H, K, V = 2, 3, 4
@@ -283,6 +283,16 @@ def test_adapters_are_no_weights_of_a_model() -> None:
     with pytest.raises(
         ValueError,
         match=r"^model: got a parameter blocks\.1\.mixer\.q_proj\.base_layer\.weight, exp",
+    ):
+        foreign_tensors(model, "fla")
+
+
+def test_quantised_maps_are_no_weights_of_a_model() -> None:
+    model = model_for("fla")
+    quantise(model)
+    with pytest.raises(
+        ValueError,
+        match=r"^model: got a parameter blocks\.0\.mixer\.decay_proj\.down\.weight, expec",
     ):
         foreign_tensors(model, "fla")
 

@@ -15,7 +15,7 @@ from gdn2.layers.mixers import build_mixer
 from tests.closeness import assert_close
 from tests.hf.foreign import LAYER, WINDOW, Tensors, layer
 from tests.layers.cases import WIDTH, inputs, run
-from tests.models.cases import config, make
+from tests.models.cases import config, make, quantise
 
 PLACE = "backbone.layers.1.gdn."
 
@@ -172,6 +172,17 @@ def test_other_layers_are_refused() -> None:
         nowhere = fresh()
     with pytest.raises(ValueError, match=r"^mixer: got tensors on the meta device, expected a mix"):
         load_layer(nowhere, theirs(), PLACE, output_gate="silu")
+    rounded = fresh()
+    quantise(rounded)
+    with pytest.raises(ValueError, match=r"^mixer: got a parameter decay_proj\.down\.weight, ex"):
+        load_layer(rounded, theirs(), PLACE, output_gate="silu")
+    for map_ in rounded.modules():
+        if isinstance(map_, torch.nn.Linear):
+            map_.register_parameter("weight", None)  # as where integers are packed
+    with pytest.raises(
+        ValueError, match=r"^mixer: got no parameter decay_proj\.down\.weight, expec"
+    ):
+        load_layer(rounded, theirs(), PLACE, output_gate="silu")
     mixer: Any = fresh()
     mixer.q_proj = torch.nn.Sequential(mixer.q_proj)  # as an adapter wraps it
     with pytest.raises(
