@@ -54,6 +54,7 @@ def import_checkpoint(
     """Make a model of a checkpoint of the released code, or of a model around fla's layer."""
     _need_transformers()
     from gdn2.data.tokenizers import load_tokenizer
+    from gdn2.hf.foreign import taken
     from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
     from gdn2.hf.recognising import read_names
     from gdn2.hf.special_tokens import write_special_tokens
@@ -85,7 +86,8 @@ def import_checkpoint(
             save_model(model, written, tokenizer=files)
             write_special_tokens(written, own.bos_id, own.eos_id)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    typer.echo(f"wrote {folder}: {parameters:,} parameters")
+    said = taken(unsaid, model.config)
+    typer.echo(f"wrote {folder}: {parameters:,} parameters; not in the file: {said}")
 
 
 @app.command()

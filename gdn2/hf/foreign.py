@@ -1,6 +1,7 @@
 """Our weights in other people's names and forms: for the released code's trunk, or for models around fla's layer."""
 
-from dataclasses import MISSING, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import torch
@@ -96,11 +97,26 @@ def unsaid_of(config: ModelConfig) -> Unsaid:
 
 def in_options(unsaid: Unsaid) -> str:
     """The options of `gdn2 import` that say it, but for those at their defaults."""
+    default = {x.name: x.default for x in fields(unsaid) if x.default is not MISSING}
+    return _options(
+        unsaid, [name for name, usual in default.items() if getattr(unsaid, name) != usual]
+    )
+
+
+def taken(unsaid: Unsaid, config: ModelConfig) -> str:
+    """What a model that was imported so has and its tensors do not say, as options whether they were given or not."""
+    delta = next(mixer for mixer in config.cell if isinstance(mixer, DeltaConfig))
+    assert delta.output_gate != "none"
+    attention = any(isinstance(mixer, AttentionConfig) for mixer in config.cell)
+    names = ("head_dim", "window", "rotary_base") if attention else ()
+    found = replace(unsaid, output_gate=delta.output_gate)
+    return _options(found, ["output_gate", "erase_range", *names, "norm_eps"])
+
+
+def _options(unsaid: Unsaid, names: Iterable[str]) -> str:
     words = []
-    for field in fields(unsaid):
-        value = getattr(unsaid, field.name)
-        if field.default is not MISSING and value != field.default:
-            option = f"--{field.name.replace('_', '-')}"
-            # All tokens are no window here, and 0 there.
-            words.append(option if value is True else f"{option} {value or 0}")
+    for name in names:
+        value, option = getattr(unsaid, name), f"--{name.replace('_', '-')}"
+        # All tokens are no window here, and 0 there.
+        words.append(option if value is True else f"{option} {value or 0}")
     return " ".join(words)

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import gdn2
 from gdn2.cli import app
-from gdn2.hf.foreign import foreign_tensors, in_options, unsaid_of
+from gdn2.hf.foreign import foreign_tensors, in_options, taken, unsaid_of
 from gdn2.hf.holding import check_held
-from gdn2.hf.importing import import_model, read_checkpoint
+from gdn2.hf.importing import Unsaid, import_model, read_checkpoint
 from gdn2.hf.naming import Format, Gate
 from gdn2.layers.config import AttentionConfig, DeltaConfig, Mamba2Config
 from gdn2.models.config import ModelConfig
@@ -143,6 +143,11 @@ def test_a_users_own_trunk_may_be_anything() -> None:
         "--output-gate sigmoid --erase-range 2.0 --head-dim 2 --window 5 --rotary-base 500.0 "
         "--norm-eps 1e-06 --tied"
     )
+    assert taken(unsaid_of(own), own) == (
+        "--output-gate sigmoid --erase-range 2.0 --head-dim 2 --window 5 --rotary-base 500.0 "
+        "--norm-eps 1e-06"
+    )
+    assert taken(Unsaid(), config(LAYER)) == "--output-gate silu --erase-range 1.0 --norm-eps 1e-05"
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -26,6 +26,7 @@ from tests.hf.foreign import (
     FLA,
     LAYER,
     OFFICIAL,
+    WINDOW,
     Tensors,
     around_fla,
     assert_same,
@@ -268,12 +269,26 @@ def test_the_command_writes_a_model_folder(tmp_path: Path) -> None:
     assert "error: output_gate: got None, expected silu" in refused.output
     done = CliRunner().invoke(app, [*command, "--output-gate", "sigmoid"])
     assert done.exit_code == 0, done.output
-    assert f"wrote {tmp_path / 'm'}" in done.output
+    assert done.output == (
+        f"wrote {tmp_path / 'm'}: 4,610 parameters; not in the file: --output-gate sigmoid "
+        "--erase-range 1.0 --head-dim 2 --window 5 --rotary-base 10000.0 --norm-eps 1e-05\n"
+    )
     refused = CliRunner().invoke(app, [*command, "--output-gate", "silu"])
     assert refused.exit_code == 2
     assert (
         f"error: folder: got {tmp_path / 'm'}, which exists, expected a new one" in refused.output
     )
+    assert_same(gdn2.load(tmp_path / "m"), model)
+
+
+def test_the_command_takes_blocks_of_several_attentions(tmp_path: Path) -> None:
+    shared = replace(WINDOW, num_heads=6, num_kv_heads=3)
+    model = make(config(LAYER, WINDOW, LAYER, shared, layers=4)).float()
+    save_file(around_fla(model), tmp_path / "c.safetensors")
+    command = ["import", str(tmp_path / "c.safetensors"), str(tmp_path / "m")]
+    command += ["--head-dim", "2", "--window", "5", "--output-gate", "silu"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
     assert_same(gdn2.load(tmp_path / "m"), model)
 
 
