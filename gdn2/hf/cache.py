@@ -73,7 +73,7 @@ class Gdn2Cache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last −tokens_to_remove columns of the calls since the last crop, which was final."""
-        removed = -tokens_to_remove
+        removed = -int(tokens_to_remove)  # older versions of transformers count in tensors
         known = self._columns_again + sum(inputs.shape[1] for _, inputs in self._calls)
         expected = f"{-known} to 0, columns read since activate_past_recording() or the last crop"
         require(0 <= removed <= known, "tokens_to_remove", tokens_to_remove, expected)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import gdn2
@@ -19,6 +20,8 @@ KINDS = ("gdn2, scalar write", "mamba2", "mamba3, rank 3", "attention", "window"
 NATIVE = make(config(*(MIXERS[name] for name in KINDS)))
 MODEL = twin(NATIVE)
 NEW = 7
+# Older versions of transformers read the whole prompt again, whatever model they are given.
+CHUNKS_GO_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 22)
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None}
 sides = pytest.mark.parametrize("side", ["left", "right"])
 
@@ -148,7 +151,7 @@ def test_a_conversation_may_be_assisted_at_times() -> None:
         {"prompt_lookup_num_tokens": 3},
         {},
         {"assistant_model": assistant(0.02)},
-        {"prefill_chunk_size": 2},
+        {"prefill_chunk_size": 2} if CHUNKS_GO_ON else {},
         {"prompt_lookup_num_tokens": 2},
         {},
     ]
@@ -193,9 +196,10 @@ def test_columns_can_be_taken_back_from_any_call() -> None:
         cache.activate_past_recording()
         for start, end in ((3, 7), (7, 8), (8, 12)):
             MODEL(ids[:, start:end], past_key_values=cache)
-        cache.crop(-removed)
+        cache.crop(torch.tensor(-removed))  # as older versions of transformers count
         left = 12 - removed
-        assert cache.get_seq_length() == left
+        length = cache.get_seq_length()
+        assert type(length) is int and length == left
         again = MODEL(ids[:, left:], past_key_values=cache, output_hidden_states=True)
         assert_close(f"{removed} again", again.logits, whole[:, left:], 1e-10)
         assert again.hidden_states[0].shape[1] == removed
