@@ -15,6 +15,7 @@ from gdn2.data.byte_tokenizer import ByteTokenizer
 from gdn2.data.config import CorpusConfig, MixtureConfig
 from gdn2.data.synthetic import ParityConfig
 from gdn2.layers.config import DeltaConfig
+from gdn2.layers.plain import leaves
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import read_metrics
 from gdn2.models.summary import summarise
@@ -150,6 +151,16 @@ def test_health_of_every_mixer() -> None:
     kinds = enumerate(EVERYTHING.layer_types)
     assert list(found) == [str(i) for i, kind in kinds if kind == "linear_attention"]
     assert all(math.isfinite(layer["state_norm"]) for layer in found.values())
+
+
+def test_health_beside_the_token_loop() -> None:
+    """Another backend makes the same states, up to rounding."""
+    model = LanguageModel(EVERYTHING)
+    ids = torch.arange(66).view(2, 33) % 23
+    with gdn2.using("reference"):
+        found = health(model, Batch(ids, ids))
+    expected = dict(leaves(health(model, Batch(ids, ids))))
+    assert dict(leaves(found)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_health_and_samples_while_training(
