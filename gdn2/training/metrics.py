@@ -35,23 +35,41 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # said before
             self._put()
-        for opened in (self._file, self._board):
-            if opened is not None:
-                opened.close()
+        if self._file is not None:
+            self._file.close()
+        self._close_board()
 
     def write(self, line: Line) -> None:
         """Add the line of the next step."""
-        if self._board is not None:
-            for name, value in _numbers(line):
-                self._board.add_scalar(name, value, line["step"])
         self._waiting += _written(line).encode()
-        self._put()
+        try:
+            self._put()
+        finally:
+            self._draw(line)
 
     def sync(self) -> None:
         """Put all lines on the disk: no checkpoint may be later than its metrics."""
         self._put()
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    def _draw(self, line: Line) -> None:
+        """Give the board the numbers; its library takes none any more after a disk has refused some."""
+        if self._board is None:
+            return
+        try:
+            for name, value in _numbers(line):
+                self._board.add_scalar(name, value, line["step"])
+        except OSError as reason:
+            self._close_board()
+            said = f"no more for tensorboard: {reason.strerror or reason}"
+            raise OSError(said) from None
+
+    def _close_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            with suppress(OSError):
+                board.close()
 
     def _put(self) -> None:
         """Write what waits; what a disk does not take is tried again with the next line."""

@@ -1,5 +1,6 @@
 """metrics.jsonl, the numbers of speed, health and samples, and what the console says."""
 
+import errno
 import json
 import math
 import re
@@ -19,7 +20,8 @@ from gdn2.layers.plain import leaves
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import read_metrics
 from gdn2.models.summary import summarise
-from gdn2.training import speed
+from gdn2.training import loop, speed
+from gdn2.training import metrics as metrics_module
 from gdn2.training.config import SamplesSection
 from gdn2.training.health import health
 from gdn2.training.loop import train
@@ -119,6 +121,33 @@ def test_mfu_is_counted_flops_over_the_peak(monkeypatch: pytest.MonkeyPatch) -> 
     found = Speed(model, 4096, torch.device("cuda"), 2, torch.bfloat16).lap(2_000_000)
     assert (found["seconds"], found["tokens_per_second"], found["memory_gib"]) == (2, 1e6, 3)
     assert found["mfu"] == pytest.approx(1e6 * 3 * summarise(model).flops / (2 * 989e12))
+
+
+class FullBoard:
+    """As tensorboard's writer when its disk is full: it never recovers, and says so to the end."""
+
+    asked = 0
+
+    def add_scalar(self, *_: object) -> None:
+        self.asked += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_under_the_board_costs_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = FullBoard()
+    monkeypatch.setattr(metrics_module, "_board", lambda folder, after: board)
+    monkeypatch.setattr(loop, "check_tensorboard", lambda wanted: None)
+    assert train(runs.config(tmp_path / "run", log={"tensorboard": True})).is_finished
+    train(runs.config(tmp_path / "alone"))
+    runs.assert_same_run(tmp_path / "run", tmp_path / "alone")
+    assert board.asked == 1
+    said = capsys.readouterr().err
+    assert said.count("no more for tensorboard: No space left on device; training goes on") == 1
 
 
 def test_no_peak_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
