@@ -10,11 +10,12 @@ import torch
 from gdn2.data.batch import Source
 from gdn2.data.config import holds_out, open_source
 from gdn2.data.locking import locked
+from gdn2.layers.plain import from_plain
 from gdn2.models.files import standing
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.run_folder import CHECKPOINTS, METRICS, MODEL, WRITTEN, is_run, is_saved
 from gdn2.ops.arguments import require
-from gdn2.training.checkpoints import Checkpoints
+from gdn2.training.checkpoints import EXTRA, Checkpoints
 from gdn2.training.config import RunConfig
 from gdn2.training.faults import TrainingError
 from gdn2.training.first_weights import check_fits, load_first_weights
@@ -156,7 +157,8 @@ class Run:
     def _resume(self) -> Place:
         newest = self.checkpoints.newest()
         if newest is not None:
-            return Place(**self.checkpoints.load(newest, self.model, self.optimiser))
+            extra = self.checkpoints.load(newest, self.model, self.optimiser)
+            return from_plain(Place, extra, str(newest.path / EXTRA))
         if is_saved(self.folder):
             folder = self.folder / CHECKPOINTS
             raise TrainingError(

@@ -46,9 +46,11 @@ def blank_state(path: Path, model: nn.Module) -> State:
     for name in names:
         shape, expected = tuple(stored[name].size), tuple(state[name].shape)
         require(shape == expected, f"{path}: {name}", f"shape {shape}", expected)
-    for name in stored.keys() - names:
-        parameter = parameters[name.removeprefix(OPTIMISER).rpartition(".")[0]]
-        state[name] = _blank(stored[name], parameter)
+    for name in sorted(stored.keys() - names):
+        owner = name.removeprefix(OPTIMISER).rpartition(".")[0]
+        known = name.startswith(OPTIMISER) and owner in parameters
+        require(known, str(path), name, "the model and its optimiser alone")
+        state[name] = _blank(stored[name], parameters[owner])
     return state
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import file_digest
@@ -129,6 +130,30 @@ def test_a_run_with_code_alone_does_not_go_on(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
     rewrite(file, whole)
     assert train(config(tmp_path / "run"), until=2).step == 2
+
+
+@pytest.mark.parametrize("name", ["ema.norm.weight", "optimiser.nobody.exp_avg"])
+def test_tensors_of_another_kind_are_named(name: str, tmp_path: Path) -> None:
+    train(config(tmp_path / "run"), until=1)
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    metadata = FileSystemReader(path).read_metadata()
+    tensors = metadata.state_dict_metadata
+    tensors[name] = tensors["optimiser.norm.weight.exp_avg"]
+    rewrite(path / ".metadata", pickle.dumps(metadata))
+    message = f"{path}: got {name}, expected the model and its optimiser alone"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(config(tmp_path / "run"))
+
+
+def test_a_place_of_another_kind_is_named(tmp_path: Path) -> None:
+    train(config(tmp_path / "run"), until=1)
+    file = tmp_path / "run" / "checkpoints" / "step-00000001" / "extra.json"
+    place = json.loads(file.read_text())
+    wrong = {"more": ": unknown name, expected ", "skips": ": got '0', expected an integer"}
+    for name, said in wrong.items():
+        rewrite(file, json.dumps({**place, name: "0"}).encode())
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{file}.{name}{said}')}"):
+            train(config(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("processes", "replicate"), [(1, 1), (2, 1), (4, 2)])
