@@ -113,6 +113,10 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
+    def close(self) -> None:
+        """Let the writing thread end, while the others can be heard: a process that exits would wait for it as well."""
+        self._join()
+
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint; those that are not are named on standard error and passed over."""
         self._join()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -54,7 +55,9 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
     world = World.start(config.parallel, config.engine.device)
     try:
         with own_folder(config, world), using(config.engine.backend):
-            return _Loop(Run(config, world)).go(until)
+            run = Run(config, world)
+            with closing(run.checkpoints):
+                return _Loop(run).go(until)
     except OSError as reason:
         raise TrainingError(f"{reason}; checkpoints are as they were") from None
     except RuntimeError as reason:

@@ -42,7 +42,7 @@ def in_processes(
     size: int, function: Callable[..., Any], *arguments: Any, replicate: int = 1
 ) -> list[Any]:
     """What function(world, *arguments) returns in each of `size` processes; the first error of any is raised."""
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
@@ -78,6 +78,18 @@ def alone_on_a_mesh() -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def be_one_of(size: int, rank: int, port: int) -> None:
+    """Make this process one of those that torchrun starts."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def _collect(readers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + LIMIT
@@ -102,14 +114,7 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    be_one_of(size, rank, port)
     try:
         world = World.start(Spread(replicate=replicate), "cpu")
         result = function(world, *arguments)
@@ -120,7 +125,7 @@ def _run(
         writer.send_bytes(pickle.dumps((None, f"in process {rank}\n{traceback.format_exc()}")))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])

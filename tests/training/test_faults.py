@@ -2,8 +2,10 @@
 
 import math
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,17 @@ import torch
 from torch import Tensor
 
 from gdn2.data.batch import Batch
+from gdn2.data.synthetic import Task
 from gdn2.models.language_model import LanguageModel
-from gdn2.training import faults, loop, step
+from gdn2.training import checkpoint_files, faults, loop, step
 from gdn2.training.config import OptimiserSection
 from gdn2.training.faults import StopRequest, TrainingError, diagnose
 from gdn2.training.loop import train
 from gdn2.training.optimiser import build_optimiser
 from gdn2.training.step import StepResult, train_step
 from gdn2.training.world import World
-from tests.training.runs import config, lines
-from tests.training.spawn import alone
+from tests.training.runs import ROWS, config, lines
+from tests.training.spawn import alone, be_one_of, free_port, start_process
 
 
 @pytest.fixture
@@ -186,3 +189,37 @@ def test_the_first_signal_asks_and_a_later_one_interrupts(monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def lose_a_disk(rank: int, port: int, folder: Path) -> None:
+    """Train as one of two, of which the second loses its data while both still save."""
+    be_one_of(2, rank, port)
+    seal, draw = checkpoint_files.seal, Task.batch
+
+    def seal_slowly(folder: Path, rank: int) -> dict[str, str]:
+        time.sleep(1)
+        return seal(folder, rank)
+
+    def read(source: Task, first: int, rows: int) -> Batch:
+        if rank == 1 and first >= 2 * ROWS:
+            raise OSError("the disk is gone")
+        return draw(source, first, rows)
+
+    checkpoint_files.seal = seal_slowly
+    Task.batch = read  # type: ignore[assignment, method-assign]
+    with suppress(RuntimeError):
+        train(config(folder, checkpoint={"every_steps": 1}))
+
+
+def test_what_ends_one_process_ends_all(tmp_path: Path) -> None:
+    port = free_port()
+    processes = [start_process(lose_a_disk, rank, port, tmp_path) for rank in range(2)]
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert checkpoint_files.steps_in(tmp_path / "checkpoints") == [2, 1]
+    assert checkpoint_files.damage(tmp_path / "checkpoints" / "step-00000002") is None
