@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import _get_layout
 
+from gdn2.training.checkpoint_files import SHARD
+
 # All that metadata of tensors consist of. BytesStorageMetadata are left out on purpose: they stand for objects, which
 # torch would unpickle.
 PARTS: dict[tuple[str, str], Any] = {
@@ -54,6 +56,7 @@ class CheckpointReader(FileSystemReader):
         if not isinstance(metadata, Metadata):
             kind = type(metadata).__name__
             raise ValueError(f"{file}: got a {kind}, expected {EXPECTED}")
+        _check_tables(file, metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -63,6 +66,19 @@ class CheckpointReader(FileSystemReader):
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:  # torch's words on it advise to read the file without care
             raise ValueError("something other than tensors, or code, which is not run") from None
+
+
+def _check_tables(file: Path, metadata: Metadata) -> None:
+    """Raise ValueError unless they are tables, and name shards beside this file: nobody has checksums of others."""
+    kinds = {"state_dict_metadata": TensorStorageMetadata, "storage_data": _StorageInfo}
+    for name, kind in kinds.items():
+        table = getattr(metadata, name, None)
+        if not isinstance(table, dict) or not all(isinstance(x, kind) for x in table.values()):
+            raise ValueError(f"{file}: got another kind of {name}, expected {EXPECTED}")
+    places = metadata.storage_data.values()
+    for path in {str(getattr(place, "relative_path", "")) for place in places}:
+        if SHARD.fullmatch(path) is None:
+            raise ValueError(f"{file}: got {path!r}, expected the name of a file beside it")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -43,6 +43,10 @@ def dotted(_: Metadata, harm: Path) -> bytes:
     return b"\x80\x04" + name + b"(V" + str(harm).encode() + b"\ntR."
 
 
+def with_other(good: Metadata, **parts: Any) -> bytes:
+    return pickle.dumps(replace(good, **parts))
+
+
 REFUSED: dict[str, tuple[Pickled, str]] = {
     "code alone": (lambda _, harm: pickle.dumps(Bomb(harm)), f"{os.name}.mkdir"),
     "code inside": (
@@ -57,6 +61,8 @@ REFUSED: dict[str, tuple[Pickled, str]] = {
     ),
     "something of torch": (lambda *_: b"ctorch\nload\n.", "torch.load"),
     "another table": (lambda *_: pickle.dumps({"a": 1}), "a dict"),
+    "no table": (lambda good, _: with_other(good, state_dict_metadata=None), "another kind of stat.*"),
+    "a list": (lambda good, _: with_other(good, storage_data=[1]), "another kind of storage_data"),
     "no pickle": (lambda *_: b"no pickle", r"\S.*"),
     "nothing": (lambda *_: b"", "Ran out of input"),
 }  # fmt: skip
@@ -132,6 +138,22 @@ def test_a_run_with_code_alone_does_not_go_on(tmp_path: Path) -> None:
     assert train(config(tmp_path / "run"), until=2).step == 2
 
 
+@pytest.mark.parametrize("place", ["../../../elsewhere", "/elsewhere", "model/elsewhere", ".."])
+def test_files_elsewhere_are_not_read(place: str, tmp_path: Path) -> None:
+    """Nobody has their checksums."""
+    train(config(tmp_path / "run"), until=1)
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    metadata = FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = place
+    rewrite(path / ".metadata", pickle.dumps(metadata))
+    message = f"{path}/.metadata: got {place!r}, expected the name of a file beside it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        CheckpointReader(path).read_metadata()
+    with pytest.raises(RuntimeError, match=r"^no checkpoint in .* is whole; move that folder away"):
+        train(config(tmp_path / "run"))
+
+
 @pytest.mark.parametrize("name", ["ema.norm.weight", "optimiser.nobody.exp_avg"])
 def test_tensors_of_another_kind_are_named(name: str, tmp_path: Path) -> None:
     train(config(tmp_path / "run"), until=1)
@@ -180,6 +202,6 @@ def test_dtypes_and_paths_of_other_systems(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(path)
         with pytest.raises(ValueError, match=r"got a Pure\w+Path, expected metadata"):
             CheckpointReader(tmp_path).read_metadata()
-    written = Metadata({}, planner_data=dtypes, storage_meta=StorageMeta(checkpoint_id=tmp_path))
+    written = Metadata({}, dtypes, {}, storage_meta=StorageMeta(checkpoint_id=tmp_path))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     assert CheckpointReader(tmp_path).read_metadata().planner_data == dtypes
