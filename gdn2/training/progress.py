@@ -26,12 +26,19 @@ SHOWN = {  # of a line of metrics.jsonl, in this order
 MEMORY = 0.9  # of the mean seconds of a step, from one step to the next
 
 
+class _PatientConsole(Console):
+    """A console that falls silent when whoever read it has left; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress:
     """Shows steps of `steps`, from `done` on; with `shown` false, on all but one process, it says nothing."""
 
     def __init__(self, steps: int, done: int, *, shown: bool = True) -> None:
         self._steps, self._done, self._shown = steps, done, shown
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _PatientConsole(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._seconds: float | None = None  # of a step, on average
         self._validation: dict[str, float] = {}

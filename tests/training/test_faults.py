@@ -1,7 +1,10 @@
 """Numbers that are none: what a step does, what a run does, and what is said about where they come from."""
 
 import math
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from gdn2.data.batch import Batch
 from gdn2.data.synthetic import Task
+from gdn2.layers.plain import to_plain
+from gdn2.models.files import write_json
 from gdn2.models.language_model import LanguageModel
 from gdn2.training import checkpoint_files, faults, loop, step
 from gdn2.training.config import OptimiserSection
@@ -23,7 +28,7 @@ from gdn2.training.loop import train
 from gdn2.training.optimiser import build_optimiser
 from gdn2.training.step import StepResult, train_step
 from gdn2.training.world import World
-from tests.training.runs import ROWS, config, lines
+from tests.training.runs import ROWS, assert_same_run, config, lines
 from tests.training.spawn import alone, be_one_of, free_port, start_process
 
 
@@ -176,6 +181,20 @@ def test_a_run_ends_well_though_nobody_reads_what_is_said(
     monkeypatch.setattr("rich.console.Console.print", say)
     assert train(config(tmp_path)).is_finished
     assert (tmp_path / "model").is_dir()
+
+
+def test_a_run_ends_well_though_whoever_read_it_has_left(tmp_path: Path) -> None:
+    """As `gdn2 train … 2>&1 | head -n 1`, or where Ctrl-C ends `tee` too."""
+    file = tmp_path / "run.json"
+    write_json(file, to_plain(config(tmp_path / "run")))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "gdn2", "train", str(file)]
+    done = subprocess.run(command, stderr=writer, timeout=120, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    train(config(tmp_path / "read"))
+    assert_same_run(tmp_path / "run", tmp_path / "read")
 
 
 def test_the_first_signal_asks_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
