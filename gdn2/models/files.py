@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path}: got no such file, expected JSON") from None
-    except ValueError as reason:
+    except (ValueError, RecursionError) as reason:
         raise ValueError(f"{path}: got {reason}, expected JSON") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: got a {type(data).__name__}, expected a table")

@@ -161,6 +161,10 @@ def test_bad_overrides(override: str, message: str) -> None:
 def test_unknown_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config: got 'demmo', expected a file or demo"):
         load_config("demmo")
+    for opened in ("[", '{"a":'):
+        (tmp_path / "c.json").write_text(opened * 100_000)
+        with pytest.raises(ValueError, match=r"c.json: got maximum recursion .*, expected JSON$"):
+            load_config(tmp_path / "c.json")
     (tmp_path / "c.toml").write_text("[run\n")
     with pytest.raises(ValueError, match=r"c.toml: got .*, expected TOML"):
         load_config(tmp_path / "c.toml")
