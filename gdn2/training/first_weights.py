@@ -3,6 +3,8 @@
 The folder is read when the run begins. Once there is a checkpoint nobody needs it any more.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,11 +24,8 @@ UNUSED = ("initializer_range", "init_scheme")  # by a model that has its weights
 
 def model_in(folder: str) -> ModelConfig:
     """The config of the model in a folder."""
-    path = _standing(folder)
-    try:
-        return load_config(path)
-    except ValueError as mistake:
-        raise ValueError(f"{INIT_FROM}: {mistake}") from None
+    with _named():
+        return load_config(_standing(folder))
 
 
 def check_fits(folder: str, config: ModelConfig) -> None:
@@ -42,23 +41,35 @@ def check_fits(folder: str, config: ModelConfig) -> None:
 
 def weights_digest(folder: str) -> str:
     """What a folder's weights are known by, wherever they lie."""
-    return checksum(_standing(folder))
+    with _named():
+        return checksum(_standing(folder))
 
 
 def load_first_weights(folder: str, model: LanguageModel) -> None:
     """Give every parameter, or the part of it that this process has, its value in the folder."""
-    path, parameters = _standing(folder), dict(model.named_parameters())
-    try:
+    parameters = dict(model.named_parameters())
+    with _named():
+        path = _standing(folder)
         check_weights(path, {name: tuple(x.shape) for name, x in parameters.items()}, strict=True)
         for file in weight_files(path):
             for name, value in each_tensor(file, torch.device("cpu")):
                 require(value.is_floating_point(), name, value.dtype, "floating point")
                 place(parameters[name], value)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Say of every mistake which value of the config it is about."""
+    try:
+        yield
     except ValueError as mistake:
         raise ValueError(f"{INIT_FROM}: {mistake}") from None
+    except OSError as reason:
+        raise ValueError(f"{INIT_FROM}: got {reason}, expected a model to read") from None
 
 
 def _standing(folder: str) -> Path:
     path = standing(Path(folder))
-    require(path.is_dir(), INIT_FROM, repr(folder), "a folder with a model")
+    if not path.is_dir():
+        raise ValueError(f"got {folder!r}, expected a folder with a model")
     return path

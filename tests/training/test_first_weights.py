@@ -182,6 +182,12 @@ def other_width(folder: Path) -> None:
     saved(folder, replace(gdn2.load(folder).config, intermediate_size=40))
 
 
+def a_folder(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+
+
 def a_run(folder: Path) -> None:
     folder.rename(folder.with_name("model"))
     folder.mkdir()
@@ -201,6 +207,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (
         lambda folder: (folder / "config.json").unlink(),
         "run.init_from: .*config.json: got no such file, expected JSON",
+    ),
+    "a folder of that name": (
+        a_folder,
+        "run.init_from: got .*Is a directory: .*model.safetensors', expected a model to read",
     ),
     "a run": (a_run, "run.init_from: .*first: got the folder of a run, expected a model's, .*"),
     "another width": (
@@ -239,5 +249,5 @@ def test_what_cannot_be_begun_with_is_named(what: str, tmp_path: Path, folder: P
         train(beginning(tmp_path / "run", folder))
     assert "\n" not in str(caught.value)
     assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
-    again = saved(folder if what != "a run" else tmp_path / "b", config(tmp_path).model)
+    again = saved(tmp_path / "again", config(tmp_path).model)
     assert train(beginning(tmp_path / "run", again), until=1).step == 1
