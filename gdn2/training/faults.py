@@ -33,6 +33,11 @@ def is_lack_of_memory(failure: RuntimeError) -> bool:
     return is_cpu or isinstance(failure, torch.OutOfMemoryError)
 
 
+def is_lack_of_others(failure: RuntimeError) -> bool:
+    """Whether a process that trains along has ended; gloo has no class of its own for it."""
+    return "gloo/transport" in str(failure) and "by peer" in str(failure)
+
+
 class StopRequest:
     """Set by the first SIGTERM or Ctrl-C inside a `with`; another, later one interrupts at once.
 

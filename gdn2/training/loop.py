@@ -18,7 +18,13 @@ from gdn2.models.summary import count_parameters
 from gdn2.ops.backends import using
 from gdn2.training.checkpoints import CheckpointError
 from gdn2.training.config import RunConfig
-from gdn2.training.faults import StopRequest, TrainingError, diagnose, is_lack_of_memory
+from gdn2.training.faults import (
+    StopRequest,
+    TrainingError,
+    diagnose,
+    is_lack_of_memory,
+    is_lack_of_others,
+)
 from gdn2.training.health import health
 from gdn2.training.metrics import Metrics, check_tensorboard
 from gdn2.training.progress import Progress
@@ -61,6 +67,9 @@ def train(config: RunConfig, *, until: int | None = None) -> RunEnd:
     except OSError as reason:
         raise TrainingError(f"{reason}; checkpoints are as they were") from None
     except RuntimeError as reason:
+        if is_lack_of_others(reason):
+            said = "another process has ended, see what it said; checkpoints are as they were"
+            raise TrainingError(said) from None
         if not is_lack_of_memory(reason):
             raise
         advice = "fewer batch.micro_rows, engine.activation_checkpointing=true, or a smaller model"
