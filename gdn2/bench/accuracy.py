@@ -170,9 +170,8 @@ def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Re
                 result = replace(result, notes=(*result.notes, note))
                 continue
             if name == plan.backend:
-                with using(
-                    plan.backend
-                ):  # else a GPU's kernel steps, whichever backend is compared
+                # else a GPU's kernel steps, whichever backend is compared
+                with using(plan.backend):
                     outcome[STEPS] = by_steps(**operands)
             errors = {n: relative_error(x, right[n]) for n, x in outcome.items()}
             known = {n: e if e < float("inf") else None for n, e in errors.items()}
