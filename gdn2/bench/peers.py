@@ -16,9 +16,8 @@ from gdn2.bench.forms import own_arguments
 from gdn2.ops.rule import gated_delta_rule
 
 Operator = Callable[..., Tensor]  # takes operands of a form and cu_seqlens by name
-KEPT = (
-    "-no-recompute"  # ends the name of an operator that keeps what others recompute in the backward
-)
+# Ends the name of an operator that keeps what others recompute in the backward.
+KEPT = "-no-recompute"
 
 
 def own_operator(backend: str, chunk_size: int, recompute: bool) -> Operator:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from gdn2.bench.operator import PASSES, Result
 
-Panel = dict[
-    str, list[float | None]
-]  # milliseconds of each backend at every shape; None where it has none
+# Milliseconds of each backend at every shape; None where it has none.
+Panel = dict[str, list[float | None]]
 FLOOR = "bytes that must move"
 
 

@@ -31,9 +31,8 @@ class Report:
     end: str
     prompt_tokens: int
     prefill_seconds: float
-    decode_seconds: (
-        float  # from the second token to the last, since the first step may capture a graph
-    )
+    # From the second token to the last, since the first step may capture a graph.
+    decode_seconds: float
     eager_because: str | None  # why no CUDA graph decoded
 
     @property

@@ -65,9 +65,8 @@ def prefill(
     memory does not grow with the prompts.
     """
     rows = read_prompts(prompts, model.config.vocab_size)
-    chunk = (
-        CHUNKS.get(model.embedding.weight.device.type, CHUNKS["cpu"]) if chunk is None else chunk
-    )
+    if chunk is None:
+        chunk = CHUNKS.get(model.embedding.weight.device.type, CHUNKS["cpu"])
     require(chunk >= 1, "chunk", chunk, "at least 1")
     state = model.new_state(len(rows)) if state is None else state
     require(state.rows == len(rows), "state.rows", state.rows, f"{len(rows)}, one per prompt")

@@ -129,9 +129,8 @@ def test_all_of_the_table_fits_into_a_log() -> None:
     """Which is a hundred characters wide; no name and no number is cut."""
     own: dict[str, float | None] = dict.fromkeys(QUANTITIES, 1.7e-3)
     kept = "fla-no-recompute"
-    others: dict[str, float | None] = dict.fromkeys(
-        QUANTITIES[:-1], 3.4e-3
-    )  # nobody's steps but ours
+    # Nobody's steps but ours.
+    others: dict[str, float | None] = dict.fromkeys(QUANTITIES[:-1], 3.4e-3)
     found = {"triton": own, "fla": others, kept: others}
     chosen = replace(plan(decays="initial,-200", dtype="bf16"), backend="triton")
     rows = [Row(decay, name, found[name]) for decay in chosen.decays for name in found]

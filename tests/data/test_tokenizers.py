@@ -33,9 +33,8 @@ def test_text_comes_back(tmp_path: Path, kind: str) -> None:
         ids = encode(tokenizer, text)
         assert tokenizer.decode(ids) == text
         assert max(ids, default=0) < tokenizer.vocab_size
-        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(
-            ids
-        )  # not even where the text names them
+        # Not even where the text names them.
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)

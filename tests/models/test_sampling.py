@@ -72,9 +72,8 @@ def logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
 
 
 def test_the_generator_is_splitmix64() -> None:
-    assert (
-        splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
-    )  # its published first output of seed 0
+    # Its published first output of seed 0.
+    assert splitmix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
     assert STEP & MASK == 0x9E3779B97F4A7C15
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 123456789]
     for drawn in (0, 1, 1000, 2**40):

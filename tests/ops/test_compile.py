@@ -89,9 +89,8 @@ def test_inductor_compiles_it_among_others() -> None:
         o, state = rule({**x, "k": x["k"].tanh(), "g": -x["g"].abs()})
         return torch.nn.functional.silu(o), state
 
-    with (
-        fresh_cache()
-    ):  # the cache on disk does not notice that a custom operator returns something else
+    # The cache on disk does not notice that a custom operator returns something else.
+    with fresh_cache():
         actual = differentiated(torch.compile(layer, fullgraph=True), x)
     for one, other in zip(actual, differentiated(layer, x), strict=True):
         assert_close("compiled", one, other, 1e-6)
