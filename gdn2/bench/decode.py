@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from gdn2.bench import operator, timing
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.ops.arguments import MAX_WIDTH
 from gdn2.ops.backends import why_not
@@ -236,7 +236,7 @@ def render(result: Result, console: Console) -> None:
 
 def step_table(rows: list[Row]) -> Table:
     """One row for each implementation."""
-    table = new_table("", "µs", "spread", "GB/s", "of copy")
+    table = new_table(("", "µs", "spread", "GB/s", "of copy"), left=("",))
     for row in rows:
         took = row.timing
         speed = f"{row.bytes_per_second / 1e9:.1f}", f"{row.of_copy:.0%}"
@@ -247,15 +247,9 @@ def step_table(rows: list[Row]) -> Table:
 def sweep_table(rows: list[Row]) -> Table:
     """Microseconds by value channels and warps of a program, beside a copy's."""
     took = {row.name: f"{row.timing.median * 1e6:.2f}" for row in rows}
-    table = new_table("channels", *(f"{warps} warps" for warps in WARPS), COPY)
+    columns = ("channels", *(f"{warps} warps" for warps in WARPS), COPY)
+    table = new_table(columns, left=("channels",))
     for block in VALUE_BLOCKS:
         cells = [took.get(f"{block} × {warps}", "") for warps in WARPS]
         table.add_row(str(block), *cells, took[COPY] if block == VALUE_BLOCKS[0] else "")
-    return table
-
-
-def new_table(*columns: str) -> Table:
-    table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
     return table

@@ -5,13 +5,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from gdn2.bench import timing
 from gdn2.bench.decode import per_step
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.decode import Decoding, Steps
@@ -153,11 +152,9 @@ def start_decoding(model: LanguageModel, ready: Prefilled, tokens: int) -> Decod
 def render(result: Result, console: Console) -> None:
     """Print one row for each batch and context."""
     plan = result.plan
-    table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.title = f"{plan.model}, {plan.dtype} on {plan.device}"
     columns = ("batch", "context", "prefill tokens/s", "ms/step", "spread", "decode tokens/s")
-    for name in (*columns, "state a row"):
-        table.add_column(name, justify="right")
+    title = f"{plan.model}, {plan.dtype} on {plan.device}"
+    table = new_table((*columns, "state a row"), left=(), title=title)
     for row in result.rows:
         table.add_row(
             str(row.batch),

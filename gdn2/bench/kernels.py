@@ -6,9 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import operator, timing
@@ -16,6 +14,7 @@ from gdn2.bench.operator import Plan, Shape
 from gdn2.bench.peers import KEPT, own_operator
 from gdn2.bench.profile import Kernel, cpu_operators, gpu_spans, summed
 from gdn2.bench.profile_report import shortened
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import Machine
 from gdn2.ops.cuda import launch
 
@@ -127,12 +126,11 @@ def _of(kernels: Sequence[Kernel], spilled: OfThreads) -> OfThreads:
 def render(result: Result, console: Console) -> None:
     """Print a table for each pass."""
     for part in result.parts:
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         shared = f", {part.programs} programs a multiprocessor" if part.programs else ""
         took = f"{part.seconds * 1e6:,.0f} µs"
-        table.title = f"{part.measured} at {part.shape}, {result.plan.form}{shared}: {took}"
-        for name in ("µs", "part", "calls", "registers", "spilled bytes", "kernel"):
-            table.add_column(name, justify="left" if name == "kernel" else "right")
+        title = f"{part.measured} at {part.shape}, {result.plan.form}{shared}: {took}"
+        columns = ("µs", "part", "calls", "registers", "spilled bytes", "kernel")
+        table = new_table(columns, left=("kernel",), title=title)
         for kernel in part.kernels[:MOST]:
             table.add_row(
                 f"{kernel.seconds * 1e6:,.1f}",

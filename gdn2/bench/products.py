@@ -13,11 +13,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import synchronize
 from gdn2.bench.trainers import Plan, Shape, own_trainer, random_batch
 from gdn2.models.presets import preset as find_preset
@@ -183,10 +182,8 @@ def flops(problem: Problem) -> int:
 
 def render(found: Sequence[Choice], console: Console) -> None:
     """Print a table, and what a step gains."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("product")
-    for name in ("calls", "µs by torch", "TFLOP/s", "µs chosen", "gain"):
-        table.add_column(name, justify="right")
+    columns = ("product", "calls", "µs by torch", "TFLOP/s", "µs chosen", "gain")
+    table = new_table(columns, left=("product",))
     for choice in found:
         p, usual, best = choice.problem, choice.usual_seconds, choice.best_seconds
         turned = "".join("ᵀ" if t else " " for t in (p.a_turned, p.b_turned))

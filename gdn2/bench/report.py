@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from gdn2.bench import timing
 from gdn2.bench.operator import PASSES, Plan, Result, Row, run
+from gdn2.bench.tables import new_table
 
 
 def run_all(
@@ -56,10 +55,8 @@ def render(result: Result, console: Console) -> None:
     if any(row.growth != 1 for row in result.rows):
         columns["growth"] = lambda row: f"{row.growth:.2f}×"
     for shape in plan.shapes:
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.title = f"{shape}, {plan.dtype} on {plan.device}"
-        for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number > 1 else "left")
+        title = f"{shape}, {plan.dtype} on {plan.device}"
+        table = new_table(columns, left=("pass", "backend"), title=title)
         for row in (row for row in result.rows if row.shape == shape):
             table.add_row(*(cell(row) for cell in columns.values()))
         console.print(table)

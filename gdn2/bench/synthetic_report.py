@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from gdn2.bench.synthetic import Cell, Result
+from gdn2.bench.tables import new_table
 from gdn2.data.extras import need
 
 JSON_FILE, PICTURE_FILE = "synthetic.json", "synthetic.png"
@@ -26,11 +25,8 @@ def render(result: Result, console: Console) -> None:
     """Print a table for each family."""
     states = sorted(result.grid.states)
     for family, problems in by_family(result.cells).items():
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.title = f"{result.name}, {family}: right answers by numbers in a layer's state"
-        table.add_column("")
-        for title in ("chance", *map(str, states)):
-            table.add_column(title, justify="right")
+        title = f"{result.name}, {family}: right answers by numbers in a layer's state"
+        table = new_table(("", "chance", *map(str, states)), left=("",), title=title)
         for problem, cells in problems.items():
             chance = next(iter(cells.values())).chance
             table.add_row(problem, f"{chance:.1%}", *(_words(cells.get(s)) for s in states))

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import GIB
 from gdn2.bench.trainers import TWIN, Shape
 from gdn2.bench.training import Result, Row
@@ -42,12 +41,10 @@ def render(result: Result, console: Console) -> None:
     if any(row.paper for row in result.rows):
         columns["paper, H100"] = lambda row: _number(row.paper, ",.0f")
     for preset in plan.presets:
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         compiled = "compiled" if plan.compile else "not compiled"
         kept = "" if plan.recompute else ", factors kept"
-        table.title = f"{preset} on {plan.device}, {compiled}{kept}"
-        for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number > 1 else "left")
+        title = f"{preset} on {plan.device}, {compiled}{kept}"
+        table = new_table(columns, left=("B × T", "model"), title=title)
         for row in (row for row in result.rows if row.preset == preset):
             table.add_row(*(cell(row) for cell in columns.values()))
         console.print(table)

@@ -16,15 +16,14 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import operator, timing
 from gdn2.bench.operator import Plan, Shape
+from gdn2.bench.tables import new_table
 from gdn2.bench.timing import DTYPES, Machine
 from gdn2.ops.arguments import CHUNK_SIZES
 from gdn2.ops.backends import why_not
@@ -270,10 +269,8 @@ def render(result: Result, console: Console) -> None:
     """Print each kernel's trials, fastest first, and the rows for the launch table."""
     best = result.best
     for kernel in dict.fromkeys(trial.kernel for trial in result.trials):
-        table = Table(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.title = f"{kernel} at {result.shape}, {result.dtype}, chunks of {result.chunk_size}"
-        for name in ("launch", "µs", "over best", ""):
-            table.add_column(name, justify="right" if name in ("µs", "over best") else "left")
+        title = f"{kernel} at {result.shape}, {result.dtype}, chunks of {result.chunk_size}"
+        table = new_table(("launch", "µs", "over best", ""), left=("launch", ""), title=title)
         trials = [trial for trial in result.trials if trial.kernel == kernel]
         for trial in sorted(trials, key=lambda t: (t.seconds is None, t.seconds or 0)):
             least = best[kernel].seconds if kernel in best else None
