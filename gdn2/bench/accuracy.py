@@ -19,7 +19,7 @@ from gdn2.ops.backends import choose, using
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
 from gdn2.ops.selfcheck import relative_error
 
-DEFAULTS = {"cpu": ("1x256x2x64x64", "fp32"), "cuda": ("4x1024x16x128x128", "bf16")}
+SHAPE = {"cpu": "1x256x2x64x64", "cuda": "4x1024x16x128x128"}
 DECAYS = ("initial", "0", "-1", "-5", "-20", "-200", "spiky")
 SPIKE, SPIKES = -300.0, 0.1  # log-decay of tokens that forget all, and how many of them do
 PEER = "fla"
@@ -73,10 +73,7 @@ def read_plan(
 ) -> Plan:
     """Check what was asked for and fill in the rest."""
     where = timing.find_device(device)
-    usual_shape, usual_dtype = DEFAULTS[where.type]
-    dtype = dtype or usual_dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    dtype = timing.find_dtype(dtype, where)
     if solve_precision not in SOLVE_PRECISIONS:
         expected = ", ".join(SOLVE_PRECISIONS)
         raise ValueError(f"solve precision: got {solve_precision!r}, expected one of {expected}")
@@ -84,7 +81,7 @@ def read_plan(
     for name in names:
         check_decay(name)
     return Plan(
-        shape=Shape.parse(shape or usual_shape),
+        shape=Shape.parse(shape or SHAPE[where.type]),
         decays=names,
         backend=choose(backend, where, DTYPES[dtype]),
         device=where,

@@ -23,9 +23,9 @@ from gdn2.ops.rule import gated_delta_step
 
 Operands = dict[str, Tensor]
 Step = Callable[[Tensor], object]  # takes a state [N, H, d_k, d_v]
-DEFAULTS = {  # shapes and dtype
-    "cpu": (["1x4x64x64"], "fp32"),
-    "cuda": ([f"{batch}x16x128x128" for batch in (1, 16, 128, 512)], "bf16"),
+SHAPES = {
+    "cpu": ["1x4x64x64"],
+    "cuda": [f"{batch}x16x128x128" for batch in (1, 16, 128, 512)],
 }
 VALUE_BLOCKS = (8, 16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
@@ -96,11 +96,9 @@ def read_plan(
 ) -> Plan:
     """Check what was asked for and fill in the rest."""
     where = timing.find_device(device)
-    usual_shapes, usual_dtype = DEFAULTS[where.type]
-    dtype = dtype or usual_dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
-    plan = Plan(tuple(map(Shape.parse, shapes or usual_shapes)), where, dtype, **settings)
+    dtype = timing.find_dtype(dtype, where)
+    sizes = tuple(map(Shape.parse, shapes or SHAPES[where.type]))
+    plan = Plan(sizes, where, dtype, **settings)
     timing.check_seconds(plan.seconds)
     if plan.tokens < 1:
         raise ValueError(f"tokens: got {plan.tokens}, expected at least 1")

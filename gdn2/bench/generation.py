@@ -20,7 +20,8 @@ from gdn2.models.prefill import Prefilled, prefill
 from gdn2.models.sampling import Draws, Sampling, sample
 from gdn2.models.summary import in_bytes
 
-DEFAULTS = {"cpu": ((1,), (256,), "fp32"), "cuda": ((1, 16, 64), (1024, 16384), "bf16")}
+# Batches and contexts.
+DEFAULTS = {"cpu": ((1,), (256,)), "cuda": ((1, 16, 64), (1024, 16384))}
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def read_plan(
 ) -> Plan:
     """Check what was asked for and fill in the rest."""
     where = timing.find_device(device)
-    usual_batches, usual_contexts, _ = DEFAULTS[where.type]
+    usual_batches, usual_contexts = DEFAULTS[where.type]
     sizes = (tuple(batches or usual_batches), tuple(contexts or usual_contexts))
-    plan = Plan(model, *sizes, where, find_dtype(dtype, where), **settings)
+    plan = Plan(model, *sizes, where, timing.find_dtype(dtype, where), **settings)
     timing.check_seconds(plan.seconds)
     for name, values in {
         "batch": plan.batches,
@@ -96,15 +97,6 @@ def read_plan(
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
     return plan
-
-
-def find_dtype(name: str | None, device: torch.device) -> str:
-    """The name of a dtype, or that of the usual one on a device."""
-    if name is None:
-        return DEFAULTS[device.type][2]
-    if name not in DTYPES:
-        raise ValueError(f"dtype: got {name!r}, expected one of {', '.join(DTYPES)}")
-    return name
 
 
 def run(plan: Plan) -> Result:

@@ -18,9 +18,9 @@ from gdn2.bench.timing import DTYPES, Machine, Timing
 from gdn2.ops.backends import BACKENDS, choose
 
 PASSES = {"forward": "fwd", "training": "fwd train", "backward": "fwd + bwd"}
-DEFAULTS = {  # shapes, backends and dtype
-    "cpu": (["1x2048x4x64x64"], "torch,reference", "fp32"),
-    "cuda": (["4x4096x16x128x128"], "auto", "bf16"),
+DEFAULTS = {  # shapes and backends
+    "cpu": (["1x2048x4x64x64"], "torch,reference"),
+    "cuda": (["4x4096x16x128x128"], "auto"),
 }
 # The documented figures: a device, and shapes and backends timed together.
 SUITES = {
@@ -129,9 +129,9 @@ def read_plans(
         if shapes or backends or settings.get("packed") or device not in (None, SUITES[suite][0]):
             raise ValueError(f"suite: got {suite!r}, which sets shape, backend, packed and device")
     where = timing.find_device(SUITES[suite][0] if suite else device)
-    usual_shapes, usual_backends, usual_dtype = DEFAULTS[where.type]
+    usual_shapes, usual_backends = DEFAULTS[where.type]
     asked = SUITES[suite][1] if suite else [(shapes or usual_shapes, backends or usual_backends)]
-    dtype = _one("dtype", dtype or usual_dtype, DTYPES)
+    dtype = timing.find_dtype(dtype, where)
     settings["form"] = _one("form", settings.get("form", "gdn2"), FORMS)
     plans = [
         Plan(

@@ -25,6 +25,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+USUAL_DTYPE = {"cpu": "fp32", "cuda": "bf16"}
 GIB = 2**30
 L2_FLUSH_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
 FLUSHES = 16
@@ -195,6 +196,13 @@ def find_device(name: str | None) -> torch.device:
     if name == "cuda" and not usable:
         raise ValueError("device: got 'cuda', but torch finds no CUDA GPU; expected 'cpu'")
     return torch.device(name)
+
+
+def find_dtype(name: str | None, device: torch.device) -> str:
+    """The name of a dtype, checked; where none is given, that of the usual one on a device."""
+    name = name or USUAL_DTYPE[device.type]
+    require(name in DTYPES, "dtype", repr(name), f"one of {', '.join(DTYPES)}")
+    return name
 
 
 @contextmanager

@@ -71,8 +71,7 @@ def evaluate(
     """
     from rich.console import Console
 
-    from gdn2.bench.generation import find_dtype
-    from gdn2.bench.timing import DTYPES, find_device
+    from gdn2.bench.timing import DTYPES, find_device, find_dtype
     from gdn2.cli.results import (
         AnswerBar,
         check_heat_map,

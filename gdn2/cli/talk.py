@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import typer
 
-from gdn2.bench.generation import find_dtype
-from gdn2.bench.timing import DTYPES, find_device, synchronize
+from gdn2.bench.timing import DTYPES, find_device, find_dtype, synchronize
 from gdn2.data.byte_tokenizer import BYTES
 from gdn2.data.tokenizers import load_tokenizer
 from gdn2.layers.joint import lay_side_by_side
