@@ -1,7 +1,6 @@
 """The synthetic grid on the console and as a picture."""
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +8,7 @@ from rich.console import Console
 from gdn2.bench.synthetic import Cell, Result
 from gdn2.bench.tables import new_table
 from gdn2.data.extras import need
+from gdn2.evals.heatmap import draw_percentages
 
 JSON_FILE, PICTURE_FILE = "synthetic.json", "synthetic.png"
 
@@ -54,12 +54,7 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
     panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]
     for axes, (family, problems) in zip(panels, families.items(), strict=True):
         values = [[_percent(problems, row, state) for state in states] for row in rows]
-        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-        for y, row in enumerate(values):
-            for x, value in enumerate(row):
-                if not isnan(value):
-                    ink = "white" if value < 60 else "black"
-                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink)
+        image = draw_percentages(axes, values)
         axes.set_title(family)
         axes.set_xlabel("state")
         axes.set_xticks(range(len(states)), states)

@@ -1,6 +1,7 @@
 """A picture of needle scores: accuracy by length and depth, a panel for each task."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,7 @@ def draw(summaries: Mapping[str, Mapping[str, JSON]]) -> Any:
     for axes, (title, summary) in zip(panels, summaries.items(), strict=True):
         lengths, rows = grid(summary)
         values = [[float("nan") if value is None else value for value in row] for row in rows]
-        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-        for y, row in enumerate(rows):
-            for x, value in enumerate(row):
-                if value is not None:
-                    ink = "white" if value < 60 else "black"
-                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink)
+        image = draw_percentages(axes, values)
         axes.set_title(f"{title}: {summary['accuracy']:.1f} %")
         axes.set_xlabel("length in tokens")
         axes.set_xticks(range(len(lengths)), lengths)
@@ -56,3 +52,14 @@ def draw(summaries: Mapping[str, Mapping[str, JSON]]) -> Any:
     panels[0].set_ylabel("depth of the needle in percent")
     figure.colorbar(image, ax=list(panels), label="accuracy in percent")
     return figure
+
+
+def draw_percentages(axes: Any, rows: Sequence[Sequence[float]]) -> Any:
+    """Draw rows of cells, each with its number in it unless that is NaN, and return matplotlib's image of them."""
+    image = axes.imshow(rows, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            if not isnan(value):
+                ink = "white" if value < 60 else "black"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink)
+    return image
