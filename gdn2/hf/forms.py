@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn2.hf.naming import Pair
+from gdn2.models.weights import some
 from gdn2.ops.arguments import DTYPES, require
 
 Tensors = Mapping[str, Tensor]
@@ -35,10 +36,10 @@ def check_complete(found: Collection[str], pairs: Iterable[Pair], whole: str) ->
     """Refuse names that are missing, left over, or those of two of our tensors; all of them are `whole`."""
     owners = Counter(other for _, other in pairs)
     twice = [name for name, count in owners.items() if count > 1]
-    require(not twice, "checkpoint", f"{_some(twice)} for two parts", "a tensor for each")
+    require(not twice, "checkpoint", f"{some(twice)} for two parts", "a tensor for each")
     names, expected = set(found), set(owners)
     strange = {"no": expected - names, "unexpected": names - expected}
-    got = " and ".join(f"{kind} {_some(those)}" for kind, those in strange.items() if those)
+    got = " and ".join(f"{kind} {some(those)}" for kind, those in strange.items() if those)
     require(not got, "checkpoint", got, whole)
 
 
@@ -73,8 +74,3 @@ def _split(name: str, fused: Tensor, head_dim: int) -> list[Tensor]:
 def _fuse(parts: Sequence[Tensor], head_dim: int) -> Tensor:
     grouped = [part.unflatten(0, (-1, head_dim)) for part in parts]
     return torch.stack(grouped, 1).flatten(0, 2)
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - 3} more" * (len(names) > 3)
-    return ", ".join(sorted(names)[:3]) + more

@@ -1,7 +1,7 @@
 """A model's tensors in one safetensors file, or in several with an index."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def check_weights(folder: Path, expected: Mapping[str, Shape], strict: bool) -> 
         "unexpected": found.keys() - expected.keys(),
     }
     if any(differences.values()):
-        got = " and ".join(f"{kind} {_some(names)}" for kind, names in differences.items() if names)
+        got = " and ".join(f"{kind} {some(names)}" for kind, names in differences.items() if names)
         line = f"{folder}: got {got}, expected what its config says"
         if strict:
             raise ValueError(line)
@@ -105,6 +105,7 @@ def checksum(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def _some(names: set[str]) -> str:
+def some(names: Collection[str]) -> str:
+    """The first three names, and how many more there are."""
     first = sorted(names)[:3]
     return ", ".join(first) + f" and {len(names) - 3} more" * (len(names) > 3)
