@@ -37,7 +37,7 @@ def describe(
         "weights": checksum(folder) if own else RANDOM,
         "step": step_of_model(folder.absolute()) if own else 0,
         "dtype": str(dtype).removeprefix("torch."),
-        "tokenizer": tokenizer.sha256 or tokenizer.name,
+        "tokenizer": known_as(tokenizer),
         "first_token": first_token(tokenizer),
         "stops": sorted(load_stop_ids(folder)),
     }
@@ -49,7 +49,7 @@ def known_of(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     Precision and training step are left out: another device has another precision, a copied folder no run beside it.
     """
     folder = standing(Path(name))
-    known: dict[str, Any] = {"tokenizer": tokenizer.sha256 or tokenizer.name}
+    known: dict[str, Any] = {"tokenizer": known_as(tokenizer)}
     if folder.is_dir():
         if (folder / CONFIG).is_file():
             known["config"] = config_of(name).digest
@@ -58,6 +58,11 @@ def known_of(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     elif name in preset_names():
         known |= {"config": config_of(name).digest, "weights": RANDOM}
     return known
+
+
+def known_as(tokenizer: Tokenizer) -> str:
+    """What tells a tokenizer from others: the checksum of its file, or the name of one that has none."""
+    return tokenizer.sha256 or tokenizer.name
 
 
 def libraries() -> dict[str, str]:

@@ -14,7 +14,7 @@ from gdn2.data.tokenizers import Tokenizer, load_tokenizer
 from gdn2.evals.answers import AnswerFile
 from gdn2.evals.request import Request, check_limit
 from gdn2.evals.requests_file import key_of, read_requests, write_requests
-from gdn2.evals.results import Results, check_owner, describe, known_of, libraries
+from gdn2.evals.results import Results, check_owner, describe, known_as, known_of, libraries
 from gdn2.evals.scoring import Answer, Scorer
 from gdn2.evals.suites import MissingDataError, Sources, columns, make_job
 from gdn2.models.files import standing
@@ -172,7 +172,7 @@ def save_requests(
             skipped[name] = str(reason)
         except ValueError as reason:
             failed[name] = _named(name, reason)
-    said: dict[str, Any] = {"tokenizer": subject.tokenizer.sha256 or subject.tokenizer.name}
+    said: dict[str, Any] = {"tokenizer": known_as(subject.tokenizer)}
     said |= {"limit": limit, "tasks": about, "skipped": {**skipped, **failed}}
     write_requests(file, kept, said | {"libraries": libraries()})
     return Saved(len(kept), skipped, failed)
@@ -188,7 +188,7 @@ def answer_requests(
 ) -> int:
     """Answer the requests of a file in `out`/answers.jsonl and return how many there are."""
     about, requests = read_requests(file)
-    own = subject.tokenizer.sha256 or subject.tokenizer.name
+    own = known_as(subject.tokenizer)
     if about["tokenizer"] != own:
         raise ValueError(
             f"tokenizer: got one with checksum {own}, expected {about['tokenizer']} as in {file}"
