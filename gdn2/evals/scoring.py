@@ -40,8 +40,8 @@ class Scorer:
         check_vocabulary(tokenizer, model.config)
         lay_side_by_side(model)
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
-        ends = {tokenizer.eos_id, *stop_ids} - {None}
-        self._stop_ids = sorted(token for token in ends if token is not None)
+        ends = {tokenizer.eos_id, *stop_ids}
+        self._stop_ids = tuple(sorted(token for token in ends if token is not None))
         self._steps = Steps(model)
 
     def answers(self, requests: Sequence[Request]) -> Numbered:
@@ -83,9 +83,7 @@ class Scorer:
     def _generate(self, requests: Sequence[Request]) -> Numbered:
         alike: dict[Stop, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i, request in enumerate(requests):
-            stop = Stop(
-                max_tokens=request.max_tokens, ids=tuple(self._stop_ids), strings=request.until
-            )
+            stop = Stop(max_tokens=request.max_tokens, ids=self._stop_ids, strings=request.until)
             alike[stop][encode_context(self.tokenizer, request.context)].append(i)
         for stop, by_prompt in alike.items():
             prompts = list(by_prompt)

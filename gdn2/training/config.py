@@ -64,7 +64,6 @@ class OptimiserSection:
 
     def __post_init__(self) -> None:
         check_types(self)
-        object.__setattr__(self, "betas", tuple(self.betas))
         at_least_one(self, "max_skips")
         positive(self, "lr", "eps")
         require(self.clip > 0, "clip", self.clip, "more than 0")
