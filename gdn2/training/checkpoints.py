@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gdn2.models.files import read_json
 from gdn2.models.language_model import LanguageModel
-from gdn2.models.run_folder import checkpoint_path
+from gdn2.models.run_folder import MODEL, checkpoint_path
 from gdn2.ops.arguments import require
 from gdn2.training import checkpoint_files as files
 from gdn2.training.checkpoint_reader import CheckpointReader
@@ -30,7 +30,7 @@ from gdn2.training.shard import full_weights
 from gdn2.training.train_state import State, blank_state, restore_optimiser, staged, train_state
 from gdn2.training.world import World
 
-EXTRA, MODEL_FOLDER = "extra.json", "model"
+EXTRA = "extra.json"
 Export = Callable[[Path, dict[str, Tensor]], None]
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ class Checkpoints:
         def accompany() -> None:
             (written / EXTRA).write_text(extra)
             if export and weights:
-                export(written / MODEL_FOLDER, weights)
+                export(written / MODEL, weights)
 
         def publish() -> None:
             files.publish(path, {name: x for part in sums for name, x in part.items()})
