@@ -117,7 +117,7 @@ def parts(device: torch.device) -> tuple[Part, ...]:
 
 
 def window_part(device: torch.device) -> Part:
-    """Windows that divide the length, in bf16 with as many key heads as others."""
+    """The part that attends over windows that divide the length, in bf16 with as many key heads as others."""
     name = "whole windows"
     if device.type != "cuda":
         return Part(name, "torch", "two triangles")
@@ -130,7 +130,7 @@ def window_part(device: torch.device) -> Part:
 
 
 def kernel_part(name: str, device: torch.device, kernels: Sequence[str]) -> Part:
-    """A part that has kernels."""
+    """A part that runs on Triton kernels wherever these can be used."""
     obstacle = why_not("triton", device, kernels=kernels)
     if obstacle is None:
         return Part(name, "triton", "Triton kernels run here")

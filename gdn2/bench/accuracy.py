@@ -92,7 +92,7 @@ def read_plan(
 
 
 def check_decay(name: str) -> None:
-    """A word, or a log-decay."""
+    """Refuse what is neither a word for decays nor a log-decay."""
     if name in ("initial", "spiky"):
         return
     try:

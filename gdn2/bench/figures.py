@@ -43,7 +43,7 @@ FIELDS = {
 
 
 def choose(device: str, names: Sequence[str]) -> list[Figure]:
-    """Those of these names, or all."""
+    """The figures of these names, or all, each with its commands for the device."""
     known = {figure.name: figure for figure in FIGURES[device]}
     for name in names:
         if name not in known:
@@ -80,7 +80,7 @@ def _is_taken(one: Any) -> bool:
 
 
 def missing(figures: Sequence[Figure], taken: dict[str, Taken]) -> list[Figure]:
-    """Those not taken yet by these commands and the code as it is on a machine like this one."""
+    """The figures not taken yet by these commands and the code as it is on a machine like this one."""
     here = _processor(asdict(describe_machine()))
 
     def is_there(figure: Figure) -> bool:
@@ -144,7 +144,7 @@ def _check_device(figures: Sequence[Figure], taken: dict[str, Taken], file: Path
 
 
 def _take(figure: Figure, file: Path, say: Callable[[str], None]) -> Taken:
-    """If it is stopped, what its commands wrote until then stays beside the file."""
+    """Run a figure's commands; what those of a figure that is stopped have written stays beside the file."""
     begun = monotonic()
     output, data, failure = [], [], None
     numbers = range(1, 1 + len(figure.commands))

@@ -12,7 +12,7 @@ SHARING = ("gdn2", "gdn")  # whose value heads may be several for each head
 
 
 class Sizes(NamedTuple):
-    """Of the operands."""
+    """Sizes of the operands."""
 
     batch: int
     length: int
@@ -53,7 +53,7 @@ def make_operands(form: str, sizes: Sizes, dtype: torch.dtype, device: torch.dev
 
 
 def own_arguments(operands: Operands) -> Operands:
-    """As our operator names them: what is tied is given twice."""
+    """The operands as our operator names them: what is tied is given twice."""
     given = dict(operands)
     if "beta" in given:
         given["b"] = given["w"] = given.pop("beta")

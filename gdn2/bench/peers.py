@@ -67,7 +67,10 @@ def _find(device: torch.device, form: str) -> dict[str, Operator]:
 def _call(
     rule: Callable[..., tuple[Tensor, ...]], *, shares: bool = False, **operands: Tensor
 ) -> Tensor:
-    """Gates of width one have no such axis there; heads that value heads share are repeated where it shares none."""
+    """Call a rule of fla on our operands.
+
+    Gates of width one have no such axis there, and heads that value heads share are repeated where it shares none.
+    """
     groups = operands["v"].shape[2] // operands["q"].shape[2]
     given = {
         n: x.squeeze(-1) if n in ("g", "beta") and x.shape[-1] == 1 else x

@@ -109,7 +109,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
 
 def _check_once(speeds: Sequence[Speed]) -> None:
-    """Of two speeds of one model nobody could say which is shown."""
+    """Refuse two speeds of one model: nobody could say which is shown."""
     seen: set[Speed] = set()
     for speed in speeds:
         about = replace(speed, tokens_per_second=0.0)

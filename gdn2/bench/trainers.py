@@ -153,7 +153,7 @@ def build_own(config: ModelConfig, plan: Plan, world: World, weights: str) -> La
 def random_batches(
     shape: Shape, vocabulary: int, device: torch.device, seeds: Iterable[int]
 ) -> list[Batch]:
-    """One of each seed, all drawn before anything is timed."""
+    """A batch of each seed, all drawn before anything is timed."""
     return [random_batch(shape, vocabulary, device, seed) for seed in seeds]
 
 

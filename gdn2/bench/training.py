@@ -186,7 +186,7 @@ class Contest:
         return [self._row(shape, name, steps[name], *first[name]) for name in names]
 
     def _first_step(self, name: str, batch: Batch) -> tuple[float, float]:
-        """Seconds until it was done, and its loss."""
+        """Seconds until a variant's first step at a shape was done, and its loss."""
         device, start = self.plan.device, time.perf_counter()
         before = _allocated(device)
         is_new = name not in self.trainers
@@ -214,7 +214,7 @@ class Contest:
 
 
 def batches_needed(warm: int, steps: int) -> int:
-    """One for the first step, one for the peak of memory, and two for each round: a CPU's timer calls twice."""
+    """One batch for the first step, one for the peak of memory, two for each round: a CPU's timer calls twice."""
     return 2 + 2 * (warm + steps)
 
 

@@ -32,7 +32,7 @@ class Lines:
 
 
 class ReadingBar:
-    """Of the bytes that a preparation has read, with the documents and tokens they gave; shown once it reads."""
+    """A bar of the bytes that a preparation has read, with the documents and tokens they gave; shown once it reads."""
 
     def __init__(self, console: Console) -> None:
         self._lines = Lines(console)

@@ -165,7 +165,7 @@ def _tokens(config: TokensConfig, length: int, seed: int, split: Split) -> Windo
 
 
 def _check_tokenizers(name: str, path: str, other: str) -> None:
-    """A loss on another tokenizer's tokens would be a number without a meaning."""
+    """Refuse tokens of another tokenizer: a loss on them would be a number without a meaning."""
     expected, found = (read_index(Path(p)).get("tokenizer") for p in (path, other))
     same = expected is None or found is None or expected == found
     require(same, name, other, f"tokens of the tokenizer of {path}")

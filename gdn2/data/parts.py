@@ -56,7 +56,7 @@ class File:
 
     @property
     def checksum(self) -> str:
-        """Of both ends alone, since files may hold terabytes."""
+        """A checksum of both ends alone, since files may hold terabytes."""
         found = blake2b(digest_size=8)
         with self.path.open("rb") as file:
             found.update(file.read(END))

@@ -51,7 +51,7 @@ class RecallConfig:
 
     @property
     def chance(self) -> float:
-        """Of who takes one of the row's values, not knowing which."""
+        """The accuracy of taking any of the row's values."""
         return 1 / self.pairs
 
     def draw(self, length: int, rand: Generator) -> tuple[Row, Row]:
@@ -101,7 +101,7 @@ class NeedleConfig:
 
     @property
     def chance(self) -> float:
-        """Of who has not found the needle."""
+        """The accuracy of guessing without having found the needle."""
         return 1 / self.values
 
     def draw(self, length: int, rand: Generator) -> tuple[Row, Row]:

@@ -13,7 +13,7 @@ MADE_FROM_MODEL = "made_from_model"
 
 
 def read_beside(file: Path) -> bytes | None:
-    """Its content, if there is one."""
+    """The content of the one beside a tokenizer's file, if there is one; what it says is checked."""
     config = file.with_name(CONFIG)
     if not config.is_file():
         return None
@@ -30,7 +30,7 @@ def read_beside(file: Path) -> bytes | None:
 
 
 def special_token(table: dict[str, Any], kind: str) -> Any:
-    """How it writes a token; some files say more of it in a table."""
+    """How a config writes the token of a kind, such as bos_token; some files say more of it in a table."""
     token = table.get(kind)
     return token.get("content") if isinstance(token, dict) else token
 

@@ -78,7 +78,7 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """The library says what it cannot encode by an exception of no kind."""
+    """Turn any exception into a ValueError: the library says what it cannot encode by one of no kind."""
     try:
         yield
     except Exception as reason:

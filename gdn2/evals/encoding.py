@@ -27,7 +27,7 @@ def first_token(tokenizer: Tokenizer) -> int:
 
 
 def encode_context(tokenizer: Tokenizer, text: str) -> Tokens:
-    """At least one token."""
+    """A context's tokens, at least one."""
     return tuple(tokenizer.encode(text)) or (first_token(tokenizer),)
 
 

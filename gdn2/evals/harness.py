@@ -110,7 +110,7 @@ def _alone(evaluator: Any) -> Iterator[None]:
 
 
 def _readable(name: str, found: dict[str, Any]) -> dict[str, JSON]:
-    """With accuracies in percent, and without lm-eval's suffixes but those of filters that a task has several of."""
+    """Metrics, accuracies in percent, without lm-eval's suffixes but those of filters that a task has several of."""
     metrics: dict[str, JSON] = {}
     for key, value in found["results"][name].items():
         metric, _, kept = key.partition(",")

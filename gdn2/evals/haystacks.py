@@ -76,7 +76,7 @@ class Essays:
         return Hidden(" ".join(pieces), [float(depth) for depth in depths])
 
     def _sentences(self, size: int) -> list[str]:
-        """Those of the first `size` words; the text begins anew where it ends."""
+        """The sentences of the first `size` words; the text begins anew where it ends."""
         repeats = -(-size // self.most)
         return self._split(" ".join((self._words * repeats)[:size]).strip())
 

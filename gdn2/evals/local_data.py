@@ -165,7 +165,7 @@ def check_rows(file: Path, source: Source) -> None:
 
 
 def _check_gold(row: Row, gold: Gold, where: str) -> None:
-    """lm-eval takes -1 for the last choice, or for one that nobody finds."""
+    """Refuse an answer that is no choice: lm-eval takes -1 for the last one, or for one that nobody finds."""
     found, among = row[gold.name], gold.among(row, where)
     if str(int(found) if isinstance(found, bool) else found) not in among:
         said = " or ".join(among)

@@ -44,9 +44,10 @@ def describe(
 
 
 def known_of(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """As much of that as can be told where a model was not asked itself: its folder may lack weights, or be elsewhere.
+    """As much of what `describe` says as can be told of a model that was not asked itself.
 
-    Precision and training step are left out: another device has another precision, a copied folder no run beside it.
+    Its folder may lack weights, or be elsewhere. Precision and training step are left out: another device has another
+    precision, a copied folder no run beside it.
     """
     folder = standing(Path(name))
     known: dict[str, Any] = {"tokenizer": known_as(tokenizer)}

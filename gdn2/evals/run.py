@@ -200,6 +200,6 @@ def answer_requests(
 
 
 def _plain(sources: Sources) -> dict[str, Any]:
-    """As JSON has it."""
+    """The sources as JSON has them."""
     values = asdict(sources)
     return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}

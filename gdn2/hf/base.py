@@ -96,7 +96,7 @@ class Gdn2PreTrainedModel(PreTrainedModel):
         return param_groups(self, weight_decay, decay_all)
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> nn.Embedding:
-        """Of another vocabulary, caches are those of another model."""
+        """Resize as transformers does; caches of the former vocabulary are then those of another model."""
         found: nn.Embedding = super().resize_token_embeddings(*arguments, **options)
         self._native = self.config.native()
         return found

@@ -101,7 +101,7 @@ def import_model(tensors: Tensors, unsaid: Unsaid) -> LanguageModel:
 
 
 def _without_tied_head(tensors: Tensors, naming: Naming) -> Tensors:
-    """Without the embedding under a head's name, as pickles of tied models hold it; another tensor there stays."""
+    """The tensors without the embedding under a head's name, as pickles of tied models hold it; another one stays."""
     table = tensors.get(naming.roles["embedding"])
     known = {name for _, name in naming.pairs()}
     again = {name for name in tensors.keys() - known if _same(tensors[name], table)}

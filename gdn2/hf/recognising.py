@@ -88,7 +88,10 @@ def _first_convolution(names: Collection[str]) -> tuple[str, str]:
 
 
 def _kind(names: Collection[str], place: str, apart: bool) -> Kind:
-    """Of the mixer whose names begin so; `apart` where a user names maps of attention, which then is not fused."""
+    """The kind of the mixer whose names begin with `place`.
+
+    `apart` says that a user names maps of attention, which then is not fused.
+    """
     if any(place + name in names for name in DELTA.values()):
         return "delta"
     apart = apart or f"{place}{SHARED['q_proj']}.weight" in names

@@ -41,10 +41,10 @@ def read_results(file: Path, folder: Path, digest: str, step: int | None) -> Num
 
 
 def _of_lm_eval(task: dict[str, Any]) -> dict[str, Any]:
-    """Without the task's name, which stands there again, and the name of no filter."""
+    """The numbers, without the task's name, which stands there again, and the name of no filter."""
     return {key.removesuffix(",none"): x for key, x in task.items() if key.strip() != "alias"}
 
 
 def _of_ours(task: dict[str, Any]) -> dict[str, Any]:
-    """A number needs what it was measured on, and how."""
+    """The numbers with what they were measured on, and how."""
     return {**task["metrics"], "samples": task["samples"], "protocol": task["protocol"]}

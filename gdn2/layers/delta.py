@@ -41,7 +41,7 @@ class LowRank(nn.Module):
         self.up = nn.Linear(rank, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As whoever hooks or wraps it sees it; the mixer calls the two maps by themselves where nobody does."""
+        """Both maps in turn, for whoever hooks or wraps the pair; where nobody does, the mixer calls each by itself."""
         made: Tensor = self.up(self.down(x))
         return made
 
@@ -126,7 +126,7 @@ class DeltaMixer(nn.Module):
 
     @property
     def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
-        """Of q, k and v, in the order of their states."""
+        """The convolutions of q, k and v, in the order of their states."""
         return self.q_conv, self.k_conv, self.v_conv
 
     @property

@@ -167,7 +167,7 @@ def go_on(
 
 
 def _read_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """One of each row."""
+    """One seed for each row."""
     if not isinstance(seed, Iterable) or (isinstance(seed, Tensor) and seed.ndim == 0):
         return [whole("seed", seed) + row for row in range(rows)]
     seeds = [whole("seed", each) for each in seed]

@@ -23,7 +23,7 @@ class Prefilled(NamedTuple):
     state: ModelState
 
     def fork(self, copies: int) -> "Prefilled":
-        """Each row `copies` times."""
+        """The same with each row `copies` times."""
         return Prefilled(self.logits.repeat_interleave(copies, 0), self.state.fork(copies))
 
 

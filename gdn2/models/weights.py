@@ -97,7 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def checksum(folder: Path) -> str:
-    """Of all weights, in the order of their files; `gdn2 eval` records it with its results."""
+    """SHA-256 of all weights, in the order of their files; `gdn2 eval` records it with its results."""
     whole = sha256()
     for file in sorted(folder.glob("model*.safetensors")):
         with file.open("rb") as content:

@@ -183,7 +183,7 @@ def _unwritable(reason: OSError) -> ValueError:
 
 
 def _dtypes(config: RunConfig, world: World) -> tuple[torch.dtype, torch.dtype]:
-    """Of weights, and of what is computed with them."""
+    """The dtypes of weights, and of what is computed with them."""
     weights, compute = config.precision.weights, config.precision.compute
     if compute == "auto":
         compute = "bf16" if world.device.type == "cuda" or weights == "bf16" else "fp32"
