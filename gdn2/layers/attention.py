@@ -8,7 +8,7 @@ from gdn2.layers.config import AttentionConfig
 from gdn2.layers.initialisation import fill
 from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
-from gdn2.layers.recurrence import state_dtype
+from gdn2.ops.arguments import state_dtype
 from gdn2.ops.attention import attention, check_room, may_overflow
 from gdn2.ops.entry import attention_inputs, kernels_turn
 from gdn2.ops.kv_cache import KVCache
@@ -57,7 +57,7 @@ class AttentionMixer(nn.Module):
     def _turned(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [batch, length, heads, d], the first two turned by their places."""
         c, maps = self.config, self.joint_maps
-        table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(x.dtype), x.device)
+        table = layout.rotary(c.head_dim, c.rotary_base, state_dtype(x), x.device)
         if self.laid and have_one_gradient(x, maps) and kernels_turn(x, table[0]):
             turned = attention_inputs(x, [map_.weight for map_ in maps], *table)
             q, k, v = (z.unflatten(-1, (-1, c.head_dim)) for z in turned)

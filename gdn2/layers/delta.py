@@ -12,7 +12,8 @@ from gdn2.layers.initialisation import fill
 from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
+from gdn2.layers.recurrence import CHUNK, run_rule
+from gdn2.ops.arguments import state_dtype
 from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
 from gdn2.ops.entry import kernels_enter, mixer_inputs
 from gdn2.ops.family import Pattern, gated_delta_net_2, kda
@@ -115,7 +116,7 @@ class DeltaMixer(nn.Module):
         """An empty state; its size does not depend on the tokens it will see."""
         c = self.config
         shape = (rows, c.value_heads, c.key_head_dim, c.value_head_dim)
-        memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
+        memory = like.new_zeros(shape, dtype=state_dtype(like))
         return DeltaState(memory, *(conv.new_state(rows, like) for conv in self._convolutions))
 
     def core_flops(self, length: int) -> float:
@@ -223,9 +224,8 @@ class DeltaMixer(nn.Module):
 
     def _log_decay(self, made: dict[str, Tensor], q: Tensor) -> Tensor:
         """The log-decay g = −exp(a) ⊙ softplus(W_f x + δ) in fp32 (Eqs. 12, 86)."""
-        wide = state_dtype(q.dtype)
         if self.config.decay == "none":
-            return q.new_zeros(*q.shape[:2], 1, 1, dtype=wide)
+            return q.new_zeros(*q.shape[:2], 1, 1, dtype=state_dtype(q))
         return log_decay(made["decay"], self.decay_bias, self.decay_log_rate)
 
     def _gated(self, o: Tensor, made: dict[str, Tensor]) -> Tensor:

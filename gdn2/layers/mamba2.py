@@ -10,7 +10,8 @@ from gdn2.layers.convolution import ShortConvolution
 from gdn2.layers.initialisation import fill
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK, run_rule, state_dtype
+from gdn2.layers.recurrence import CHUNK, run_rule
+from gdn2.ops.arguments import state_dtype
 from gdn2.ops.family import mamba2
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.log_decay import softplus
@@ -53,7 +54,7 @@ class Mamba2Mixer(nn.Module):
         vkq, past = self.conv(vkq, past, layout, inplace)
         v, k, q = vkq.split([c.inner_size, c.state_size, c.state_size], -1)
         v, k, q = v.unflatten(-1, (c.num_heads, -1)), k.unsqueeze(2), q.unsqueeze(2)
-        wide = state_dtype(q.dtype)
+        wide = state_dtype(q)
         dt = softplus(step.to(wide) + self.step_bias.to(wide))
         g = -self.decay_log_rate.to(wide).exp() * dt
         o, memory = run_rule(mamba2(q, k, v, g, dt), memory, layout, inplace, self.recompute)
@@ -65,7 +66,7 @@ class Mamba2Mixer(nn.Module):
         """An empty state; its size does not depend on the tokens it will see."""
         c = self.config
         shape = (rows, c.num_heads, c.state_size, c.head_dim)
-        memory = like.new_zeros(shape, dtype=state_dtype(like.dtype))
+        memory = like.new_zeros(shape, dtype=state_dtype(like))
         return Mamba2State(memory, self.conv.new_state(rows, like))
 
     def core_flops(self, length: int) -> float:

@@ -10,7 +10,8 @@ from gdn2.layers.config import Mamba3Config
 from gdn2.layers.initialisation import fill
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK, state_dtype
+from gdn2.layers.recurrence import CHUNK
+from gdn2.ops.arguments import state_dtype
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.log_decay import softplus
 from gdn2.ops.mamba3 import Mamba3State as Carried
@@ -68,7 +69,7 @@ class Mamba3Mixer(nn.Module):
     ) -> tuple[Tensor, Mamba3State | None]:
         """Mix x [batch, length, width]; a state is returned where one was given, overwritten if `inplace`."""
         gate, v, k, q, step, rate, trapezoid, angle = self.in_proj(x).split(self.widths, -1)
-        wide = state_dtype(q.dtype)
+        wide = state_dtype(q)
         dt = softplus(step.to(wide) + self.step_bias.to(wide))
         positive = softplus if self.config.decay_rate == "softplus" else heavy_tail
         g = -positive(rate.to(wide)).clamp(min=SMALLEST_RATE) * dt
@@ -99,7 +100,7 @@ class Mamba3Mixer(nn.Module):
 
     def new_state(self, rows: int, like: Tensor, capacity: int = 0) -> Mamba3State:
         """An empty state; its size does not depend on the tokens it will see."""
-        c, wide = self.config, state_dtype(like.dtype)
+        c, wide = self.config, state_dtype(like)
         return Mamba3State(
             memory=like.new_zeros(rows, c.num_heads, c.state_size, c.head_dim, dtype=wide),
             key=like.new_zeros(rows, c.rank, c.num_heads, c.state_size),

@@ -36,8 +36,3 @@ def _chunk_size(q: Tensor, sequences: int) -> int:
         return CHUNK
     tokens = q.shape[0] * q.shape[1]
     return next((size for size in SMALLER if sequences * size >= tokens), CHUNK)
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of memories and log-decays in a model of this dtype."""
-    return torch.promote_types(dtype, torch.float32)

@@ -17,11 +17,11 @@ from torch.nn.functional import linear
 
 from gdn2.layers.attention import AttentionMixer
 from gdn2.layers.joint import lay_in_blocks
-from gdn2.layers.recurrence import state_dtype
 from gdn2.models.config import ModelConfig
 from gdn2.models.initialisation import initialise
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
+from gdn2.ops.arguments import state_dtype
 from gdn2.ops.squares import sum_of_squares
 from gdn2.training.narrow import NarrowCopies
 from gdn2.training.world import World
@@ -178,7 +178,7 @@ def _make_tables(block: nn.Module, arguments: tuple[Any, ...]) -> None:
     x, _delta, _state, layout, _inplace = arguments
     if isinstance(block.mixer, AttentionMixer):
         config = block.mixer.config
-        layout.rotary(config.head_dim, config.rotary_base, state_dtype(x.dtype), x.device)
+        layout.rotary(config.head_dim, config.rotary_base, state_dtype(x), x.device)
         block.mixer.block_mask(layout, x.dtype, x.device)
 
 
