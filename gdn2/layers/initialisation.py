@@ -88,11 +88,11 @@ def _fan_in_bound(owner: str, shape: torch.Size, depth: int | None) -> float:
     return shape[1] ** -0.5 / (math.sqrt(2 * depth) if depth and ends_a_branch else 1)
 
 
-def fill(module: nn.Module, mixer: MixerConfig | None = None, seed: int = 0) -> None:
-    """Give a module that stands alone its first values; on the meta device there is nothing to fill."""
+def fill(module: nn.Module, mixer: MixerConfig) -> None:
+    """Give a mixer that stands alone its first values; on the meta device there is nothing to fill."""
     for name, parameter in module.named_parameters():
         if not parameter.is_meta:
-            parameter.data.copy_(initial_value(name, parameter.shape, seed=seed, mixer=mixer))
+            parameter.data.copy_(initial_value(name, parameter.shape, seed=0, mixer=mixer))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
