@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,6 +58,12 @@ def casts_anew(kind: str) -> torch.autocast:
     return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one of a GPU: torch's own is of the GPU on which anything was captured first, and sees no work of others."""
+    return torch.cuda.Stream(device)
+
+
 class GraphSteps:
     """Steps captured once in buffers of their own, then replayed."""
 
@@ -64,15 +71,25 @@ class GraphSteps:
         with torch.inference_mode(False):  # whatever mode comes next may write to them
             self.now = start.map(torch.clone)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(start.tokens.device), casts_anew("cuda"):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # compiles kernels, which a graph cannot hold
-                advance(model, sampling, self.now)
-            torch.cuda.current_stream().wait_stream(aside)
-            # what other threads do meanwhile, such as copies of a loader, is not captured and no mistake
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                advance(model, sampling, self.now)
+        device = start.tokens.device
+        with torch.cuda.device(device), casts_anew("cuda"):
+            main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(main)
+            try:
+                with torch.cuda.stream(aside):  # a capture that fails leaves its own stream behind
+                    advance(
+                        model, sampling, self.now
+                    )  # compiles kernels, which a graph cannot hold
+                    # what other threads do meanwhile, such as copies of a loader, is not captured and no mistake
+                    captured = torch.cuda.graph(
+                        self._graph,
+                        stream=capture_stream(device),
+                        capture_error_mode="thread_local",
+                    )
+                    with captured:
+                        advance(model, sampling, self.now)
+            finally:  # nothing is given back while the other stream may use it
+                main.wait_stream(aside)
 
     def load(self, start: Decoding) -> None:
         """Go on from other rows of the same shapes."""

@@ -6,7 +6,8 @@ from torch import Tensor
 
 import gdn2
 from gdn2.layers.joint import lay_side_by_side
-from gdn2.models.decode import Decoding, EagerSteps, GraphSteps, Steps
+from gdn2.models import decode
+from gdn2.models.decode import Decoding, EagerSteps, GraphSteps, Steps, advance
 from gdn2.models.generate import Stop, collect, generate, go_on
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.prefill import prefill
@@ -90,6 +91,36 @@ def test_graphs_outlive_the_autocast_they_were_captured_under() -> None:
             model, rows, stop=stop, steps=eager(model)
         )
     assert steps.eager_because is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_models_on_two_gpus() -> None:
+    """The second, whose device nobody made the current one, is captured after the first."""
+    rows, stop = prompts(33, 5), Stop(max_tokens=8)
+    for place in ("cuda:0", "cuda:1"):
+        model = gdn2.LanguageModel(gdn2.preset("gdn2-1m-hybrid")).to(place)
+        steps = Steps(model)
+        found = generate(model, rows, stop=stop, steps=steps)
+        assert found == generate(model, rows, stop=stop, steps=eager(model))
+        assert steps.eager_because is None
+
+
+def test_a_capture_that_fails_leaves_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for the GPU cannot be captured, and ends the capture."""
+    model, calls = make("gdn2-1m"), list[int]()
+
+    def waits(*given: object) -> None:
+        advance(*given)  # type: ignore[arg-type]
+        calls.append(1)
+        if len(calls) == 2:
+            torch.cuda.synchronize()
+
+    monkeypatch.setattr(decode, "advance", waits)
+    stop, before = Stop(max_tokens=8), torch.cuda.current_stream()
+    with pytest.warns(UserWarning, match="gdn2 decodes eagerly, no CUDA graph"):
+        found = generate(model, prompts(33, 5), stop=stop)
+    assert torch.cuda.current_stream() == before
+    assert found == generate(model, prompts(33, 5), stop=stop, steps=eager(model))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])

@@ -1,7 +1,10 @@
 """How batches step: eagerly, or by captured graphs, which serve what they were captured of and change no tokens."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +41,98 @@ def test_a_failed_capture_is_said_and_decoded_eagerly(
     monkeypatch.setattr(decode, "GraphSteps", Failing)
     with pytest.warns(UserWarning, match="^gdn2 decodes eagerly, no CUDA graph: out of luck$"):
         assert generate(model, [[1, 2]], stop=stop) == expected
+
+
+class Gpus:
+    """Two GPUs as torch has them, of which the second holds the model; `fails` when a capture begins or ends."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.device = fails, 0
+        self.current: dict[int, Any] = {n: Stream(n, "main") for n in range(2)}
+        self.events: list[str] = []
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device.index
+        yield
+        self.device = before
+
+    @contextmanager
+    def stream(self, stream: "Stream") -> Iterator[None]:
+        before = self.current[stream.device]
+        self.current[stream.device] = stream
+        try:
+            yield
+        finally:
+            self.current[stream.device] = before
+
+    def advance(self, *_: object) -> None:
+        self.events.append(f"step on {self.current[1].name}")
+
+    def graph(self, graph: object, *, stream: "Stream", capture_error_mode: str) -> "Capture":
+        assert (stream.device, capture_error_mode) == (1, "thread_local")
+        stream.name = "captured"
+        return Capture(self, stream)
+
+
+class Stream:
+    def __init__(self, device: int, name: str = "aside") -> None:
+        self.device, self.name = device, name
+        self.waited: list[str] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited.append(other.name)
+
+
+class Capture:
+    """As torch's: where the capture cannot begin or end, its stream stays the current one."""
+
+    def __init__(self, gpus: Gpus, stream: Stream) -> None:
+        self.gpus, self.stream, self.before = gpus, stream, gpus.current[stream.device]
+
+    def __enter__(self) -> None:
+        self.gpus.current[self.stream.device] = self.stream
+        self.fail("begin")
+
+    def __exit__(self, *_: object) -> None:
+        self.fail("end")
+        self.gpus.current[self.stream.device] = self.before
+
+    def fail(self, when: str) -> None:
+        if self.gpus.fails == when:
+            raise RuntimeError(f"no {when}")
+
+
+@pytest.mark.parametrize("fails", ["", "begin", "end"])
+def test_a_capture_is_on_the_gpu_of_its_model(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves the current stream as it was, waiting for what it started, whether or not it succeeds."""
+    gpus, second = Gpus(fails), torch.device("cuda", 1)
+    fakes: dict[str, Any] = {
+        "CUDAGraph": SimpleNamespace,
+        "device": gpus.on,
+        "stream": gpus.stream,
+        "graph": gpus.graph,
+        "current_stream": lambda: gpus.current[gpus.device],
+        "Stream": lambda device=None: Stream(gpus.device if device is None else device.index),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(decode, "advance", gpus.advance)
+    decode.capture_stream.cache_clear()
+    main = gpus.current[1]
+    start: Any = SimpleNamespace(
+        map=lambda change: "buffers", tokens=SimpleNamespace(device=second)
+    )
+    model: Any = None
+    with ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(RuntimeError, match=f"no {fails}"))
+        decode.GraphSteps(model, Sampling(), start)
+    decode.capture_stream.cache_clear()
+    assert gpus.current[1] is main and gpus.current[0].name == "main"
+    assert main.waited == ["aside"]
+    steps = ["step on aside", "step on captured"]
+    assert gpus.events == (steps[:1] if fails == "begin" else steps)
 
 
 class Replayed(decode.GraphSteps):
