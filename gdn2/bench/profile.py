@@ -170,8 +170,9 @@ def sampling(device: torch.device) -> Iterator[list[Sample]]:
     if device.type != "cuda" or tool is None:
         yield found
         return
-    index = str(device.index or 0)
-    asked = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "200", "-i", index]
+    # by its own name: the tool counts all GPUs of a machine, torch those that CUDA_VISIBLE_DEVICES leaves
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    asked = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "200", "-i", name]
     process = subprocess.Popen([tool, *asked], stdout=subprocess.PIPE, text=True)
     try:
         yield found

@@ -5,6 +5,7 @@ import stat
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,14 +63,19 @@ def test_samples_are_numbers_or_nothing() -> None:
 
 def test_a_gpu_is_asked_while_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 1500, 690, 64\necho 1600, 700, 65\nexec sleep 60\n")
+    said = "echo 1500, 690, 64\necho 1600, 700, 65\nexec sleep 60\n"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{said}')
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    visible = SimpleNamespace(uuid="dfa2ac9f-0000-0000-0000-000000000000")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: visible)
     start = time.monotonic()
     with sampling(torch.device("cuda")) as found:
         time.sleep(0.5)
     assert found == [Sample(1500, 690, 64), Sample(1600, 700, 65)]
     assert time.monotonic() - start < 20  # it does not outlive the steps
+    # not by its number: CUDA_VISIBLE_DEVICES may hide others before it
+    assert f"-i GPU-{visible.uuid}" in (tmp_path / "asked").read_text()
     with sampling(torch.device("cpu")) as found:
         pass
     assert found == []
