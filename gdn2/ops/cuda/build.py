@@ -17,6 +17,7 @@ from gdn2.ops.trust import verdict_file, write_at_once
 SOURCES = Path(__file__).parent
 LOCAL_BYTES, REGISTERS = 3, 4  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS
 MOST_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DIGEST_BYTES = 32  # SHA-256
 
 
 _code: dict[str, bytes] = {}  # of kernels that this process has compiled or read
@@ -75,14 +76,26 @@ def compiled(name: str, options: Sequence[str]) -> bytes:
     if key in _code:
         return _code[key]
     file = verdict_file().parent / "cuda" / f"{name}-{key[:16]}.cubin"
-    try:
-        _code[key] = file.read_bytes()
-        return _code[key]
-    except OSError:
-        code = _code[key] = compile_source(text, name, options)
-    with suppress(OSError):  # compiled again next time
-        write_at_once(file, code)
+    code = _kept(file)
+    if code is None:
+        code = compile_source(text, name, options)
+        with suppress(OSError):  # compiled again next time
+            write_at_once(file, hashlib.sha256(code).digest() + code)
+    _code[key] = code
     return code
+
+
+def _kept(file: Path) -> bytes | None:
+    """Machine code behind its digest; None where a machine that stopped, or a disk, has left something else.
+
+    The driver is told no length, and reads on where a part is missing.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
 def compile_source(text: str, name: str, options: Sequence[str]) -> bytes:

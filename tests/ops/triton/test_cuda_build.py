@@ -82,6 +82,20 @@ def test_machine_code_is_compiled_once_for_the_same_options(compiler: Compiler) 
     assert compiler.calls == 2
 
 
+@pytest.mark.parametrize("left", [0, 20, 32, 33, -1])
+def test_code_that_lost_a_part_is_compiled_again(
+    left: int, compiler: Compiler, tmp_path: Path
+) -> None:
+    """As where a machine stopped before its disk had all; the driver would read on behind what there is."""
+    code = build.compiled("gradient", [])
+    (file,) = tmp_path.glob("gdn2/cuda/gradient-*.cubin")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:left])
+    build._code.clear()
+    assert build.compiled("gradient", []) == code and compiler.calls == 2
+    assert file.read_bytes() == whole and [*file.parent.iterdir()] == [file]
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
