@@ -67,9 +67,15 @@ def verdict_file() -> Path:
     Besides torchrun's variables the one place where the package looks at the environment: what is known of a GPU
     belongs to the machine, and no argument of a call could carry it there.
     """
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdn2" / "kernels.json"
-    )
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "gdn2" / "kernels.json"
+
+
+def _home() -> Path:
+    """The user's folder; in a container that knows no such user one that holds nothing and takes nothing."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def identity(device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """A kernel found wrong on a GPU is not used there, in this process and in later ones; nothing else changes."""
 
 import json
+import pwd
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_the_file_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     forget(monkeypatch)
     assert not trust.trusted("scan", GPU)
     file.write_text("{}")
+    assert not trust.trusted("scan", GPU)
+
+
+def test_a_user_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number of its own: kernels run, and what was found holds for this process."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert trust.trusted("scan", GPU)
+    with pytest.warns(UserWarning, match="gdn2 cannot write"):
+        assert trust.record(GPU, {"scan": "wrong"}) is None
     assert not trust.trusted("scan", GPU)
 
 
