@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ def compile_together(kind: Hashable, device: torch.device, work: Callable[[], ob
 
     Triton's compiler leaves Python's lock alone most of the time, so threads are enough. What is already in its cache
     on disk is only read. The results of `work` mean nothing; a kernel that does not compile says so when it is started.
+    Where memory has no room for all of it, such as a backward that may never come, the rest is compiled when it is due.
     """
     if device.type != "cuda" or (kind, device) in _done:
         return
@@ -64,6 +66,7 @@ def compile_together(kind: Hashable, device: torch.device, work: Callable[[], ob
         with (
             ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
+            suppress(torch.OutOfMemoryError),
         ):
             work()
     finally:

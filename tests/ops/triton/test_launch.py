@@ -22,6 +22,7 @@ from gdn2.ops.cuda import band, build
 from gdn2.ops.pipeline import Batch
 from gdn2.ops.triton import (
     adamw,
+    ahead,
     checks,
     companions,
     conv_launch,
@@ -233,6 +234,25 @@ def test_warming_up_compiles_what_a_call_uses(
         T=70, d_k=16, d_v=20, heads=(1, 4, 2, 1), widths=("one", "full", "none"), chunk_size=32
     )
     assert specialisations(replace(case, dtype=torch.float32), monkeypatch) == seen
+
+
+def test_no_memory_to_compile_ahead_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call needs itself may well fit; other failures are those of the call, and are said at once."""
+    monkeypatch.setattr(ahead, "_done", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tried: list[bool] = []
+
+    def work(failure: Exception) -> None:
+        tried.append(ahead.compiling())
+        raise failure
+
+    gpu, full = torch.device("cuda", 0), partial(work, torch.OutOfMemoryError("no room"))
+    for _ in range(2):
+        ahead.compile_together("kind", gpu, full)
+    assert tried == [True] and not ahead.compiling()
+    with pytest.raises(ValueError, match="mistake"):
+        ahead.compile_together("another", gpu, partial(work, ValueError("mistake")))
+    assert not ahead.compiling()
 
 
 def test_every_kernel_is_checked() -> None:
