@@ -204,6 +204,20 @@ def test_a_package_of_no_use_is_said(package: SimpleNamespace) -> None:
     assert not band._plans
 
 
+def test_an_old_package_is_not_asked(
+    package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which others may have brought along, and which knows no such arguments."""
+    found = ["1.5.2"]
+    monkeypatch.setattr(band, "installed", lambda name: found[0])
+    with pytest.warns(UserWarning, match=r"it is version 1\.5\.2, expected at least 1\.14$"):
+        compare(given(), 4)
+    assert not band._plans
+    for found[0] in ("1.14.0", "2.0"):
+        band.lack_of_package.cache_clear()
+        assert band.lack_of_package() is None
+
+
 def test_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     assert band.lack(torch.device("cpu")) == "cuDNN needs a CUDA GPU, not cpu"

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gdn2.ops.trust import trusted
+from gdn2.ops.versions import installed
 
 NAME = "band"  # to be trusted or not
+PACKAGE, LEAST = "nvidia-cudnn-frontend", (1, 14)  # others knew no such windows, or by other names
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}  # as the package names them
 ALIGNMENT = 16  # bytes
 MOST_PLANS = 256  # that are kept: sizes of calls may have no end
@@ -78,6 +80,9 @@ def lack_of_package() -> str | None:
     try:
         found, usual = frontend().backend_version(), torch.backends.cudnn.version()
         reason = f"it speaks with cuDNN {found}, and torch with {usual}" if found != usual else None
+        version = installed(PACKAGE)
+        if version is not None and tuple(map(int, version.split(".")[:2])) < LEAST:
+            reason = f"it is version {version}, expected at least {'.'.join(map(str, LEAST))}"
     except Exception as failure:  # whatever an import may raise: it loads libraries, and asserts
         reason = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
     if reason is None:
