@@ -20,6 +20,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _kernel_takes(operands: list[Tensor]) -> bool:
-    first = operands[0]
-    fits = first.element_size() == 2 and all(t.is_contiguous() for t in operands)
-    return fits and why_not("triton", first.device, first.dtype, ("matvec",)) is None
+    x, weight, *_ = operands
+    meet = x.shape[-1] == weight.shape[1]  # of others torch says what is wrong
+    fits = meet and x.element_size() == 2 and all(t.is_contiguous() for t in operands)
+    return fits and why_not("triton", x.device, x.dtype, ("matvec",)) is None

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from gdn2.ops import linear
 from gdn2.ops.conv import short_convolution_step
 from gdn2.ops.norm import L2_EPS, rms_norm
 from gdn2.ops.triton import norm
@@ -85,3 +86,12 @@ def test_product_of_a_row(outputs: int, inputs: int, bias: bool) -> None:
     b = draw(2, outputs) if bias else None
     right = x @ weight.T + (0 if b is None else b)
     assert_close("y", matvec(x, weight, b), right, SINGLE)
+
+
+def test_the_kernel_is_not_asked_for_what_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the width of the weights alone: of a longer row it would read a part, of a shorter one more than all."""
+    monkeypatch.setattr(linear, "why_not", lambda *arguments: None)
+    x, weight = draw(0, 1, 1, 8).half(), draw(1, 4, 8).half()
+    assert linear._kernel_takes([x, weight])
+    for wrong in (x[..., :6].contiguous(), torch.cat([x, x], -1)):
+        assert not linear._kernel_takes([wrong, weight])
