@@ -251,7 +251,7 @@ def _use_flex(
         f"CUDA, and q is on {q.device}": not q.is_cuda,
         f"at most 32 bits, and q is {q.dtype}": q.dtype == torch.float64,
         f"at least 16 channels, and q has {q.shape[-1]}": q.shape[-1] < 16,
-        "at least one token": q.shape[1] == 0,
+        "at least one token": q.shape[0] == 0 or q.shape[1] == 0,
         "cache=None": cache is not None,
     }
     obstacle = next((needed for needed, lacking in obstacles.items() if lacking), None)

@@ -27,9 +27,9 @@ def is_whole(length: int, window: int | None) -> bool:
 
 
 def fits(q: Tensor, k: Tensor, window: int | None) -> bool:
-    """Whether the blocks are whole, and kernels take such heads."""
+    """Whether the blocks are whole, and kernels take such heads; of a batch of none cuDNN makes nothing."""
     whole = is_whole(q.shape[1], window) and q.shape[2] == k.shape[2]
-    return whole and takes_heads(q.shape[3], q.dtype, q.device)
+    return whole and q.shape[0] > 0 and takes_heads(q.shape[3], q.dtype, q.device)
 
 
 def takes_heads(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

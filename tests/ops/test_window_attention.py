@@ -1,13 +1,14 @@
 """Sliding windows as two triangles, against a loop over tokens."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gdn2.ops.attention import attention
+from gdn2.ops.attention import _use_flex, attention
 from gdn2.ops.window_attention import fits, window_attention
 from tests.closeness import assert_close
 from tests.ops.test_attention import literal, operands
@@ -63,6 +64,20 @@ def test_which_calls_fit() -> None:
     assert fits(q, q, 4) and fits(q, q, 6)
     for other, window in ((q, None), (q, 12), (q, 20), (q, 5), (k, 4)):
         assert not fits(q, other, window)
+
+
+def test_a_batch_of_none_asks_nobody() -> None:
+    """CuDNN returns nothing then, not even an empty tensor, and FlexAttention would be compiled in vain."""
+    x = leaves(*operands(0, 12, heads=3, kv_heads=3, width=16))
+    assert not fits(x[0], x[1], 4)
+    y, _ = attention(*x, window=4)
+    assert y.shape == x[0].shape
+    gradients = torch.autograd.grad(y.sum(), x)
+    assert [d.shape for d in gradients] == [t.shape for t in x]
+    with pytest.raises(ValueError, match="backend is 'flex', which needs"):
+        attention(*x, window=4, backend="flex")
+    on_gpu = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.float32, shape=x[0].shape)
+    assert not _use_flex("auto", on_gpu, 5, None, None)  # type: ignore[arg-type]
 
 
 def test_a_compiled_call_keeps_nothing_turned() -> None:
