@@ -26,6 +26,7 @@ from gdn2.ops.rule import gated_delta_rule
 from gdn2.ops.selfcheck import QUANTITIES, SCENARIOS, Check, Checkup, Rule, compare
 from gdn2.ops.window_attention import takes_heads
 
+STOPPED = "the GPU stopped"  # what is wrong with a kernel after which nothing runs any more
 CHECKED = {"cpu": ("fp64", "fp32"), "cuda": ("fp32", "bf16")}
 
 
@@ -46,6 +47,7 @@ class Report:
     kernels: tuple[Checkup, ...]  # each alone; none where they cannot run
     checkups: tuple[Checkup, ...]  # of the backends
     verdict_file: str | None  # where later processes read which kernels failed
+    unchecked: tuple[str, ...] = ()  # kernels and backends after one that stopped the GPU
 
     @property
     def failures(self) -> list[str]:
@@ -70,21 +72,41 @@ class Report:
 def diagnose(device_name: str | None = None) -> Report:
     """Look at the machine and check all that runs on the device; what fails there is remembered."""
     device = timing.find_device(device_name)
+    suspects = trust.distrusted(device) if why_not("triton", device, kernels=()) is None else {}
     trust.presume_innocent(device)  # an earlier verdict must not keep anything from being checked
-    kernels = check_kernels(device) if why_not("triton", device) is None else ()
-    with timing.use_threads(1):  # on tiny operands threads mostly wait: 3 s became 39 s
-        checkups = tuple(
-            check_backend(rule, name, device) for name, rule in available_rules(device).items()
-        )
-    file = remember(device, kernels, checkups) if kernels else None
-    return Report(timing.describe_machine(), str(device), parts(device), kernels, checkups, file)
+    rules, unchecked = available_rules(device), list[str]()
+    kernels, checkups = tuple[Checkup, ...](), tuple[Checkup, ...]()
+    if why_not("triton", device) is None:
+        kernels, unchecked = check_kernels(device, suspects)
+    if unchecked or not answers(device):
+        unchecked += rules
+    else:
+        with timing.use_threads(1):  # on tiny operands threads mostly wait: 3 s became 39 s
+            checkups = tuple(check_backend(rule, name, device) for name, rule in rules.items())
+    unknown = [*unchecked, trust.TOGETHER] if unchecked else []
+    still = {name: what for name, what in suspects.items() if name in unknown}
+    file = remember(device, kernels, checkups, still) if kernels else None
+    found = (parts(device), kernels, checkups, file, tuple(unchecked))
+    return Report(timing.describe_machine(), str(device), *found)
+
+
+def answers(device: torch.device) -> bool:
+    """Whether a device does what it is given: a GPU on which a kernel wrote astray does no more for its process."""
+    try:
+        timing.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def remember(
-    device: torch.device, kernels: Iterable[Checkup], checkups: Iterable[Checkup]
+    device: torch.device,
+    kernels: Iterable[Checkup],
+    checkups: Iterable[Checkup],
+    still: Mapping[str, str],
 ) -> str | None:
-    """Write down which kernels failed, or that they fail together, and return where."""
-    wrong = {checkup.name: checkup.failures[0] for checkup in kernels if checkup.failures}
+    """Write down which kernels failed, or that they fail together, beside what is still known, and return where."""
+    wrong = {**still, **{c.name: c.failures[0] for c in kernels if c.failures}}
     together = [c.failures[0] for c in checkups if c.name == "triton" and c.failures]
     file = trust.record(device, wrong | ({trust.TOGETHER: together[0]} if together else {}))
     return None if file is None else str(file)
@@ -149,8 +171,13 @@ def check_backend(rule: Rule, name: str, device: torch.device) -> Checkup:
     )
 
 
-def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
-    """Compare each kernel alone with the equations written out."""
+def check_kernels(
+    device: torch.device, suspects: Mapping[str, str]
+) -> tuple[tuple[Checkup, ...], list[str]]:
+    """Compare each kernel alone with the equations written out, and name those that could not be checked.
+
+    There are some after one that stops the GPU; so those that did before are checked last.
+    """
     from gdn2.ops.triton.ahead import compile_together  # noqa: PLC0415 (optional dependency)
     from gdn2.ops.triton.checks import CHECKS, check_kernel  # noqa: PLC0415
 
@@ -160,16 +187,15 @@ def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
                 list(check_kernel(kernel, device, dtype))
 
     compile_together("doctor", device, rehearse)
-    return tuple(
-        checkup(
-            kernel,
-            {
-                f"{dtype}, alone": partial(check_kernel, kernel, device, dtype)
-                for dtype in CHECKED["cuda"]
-            },
-        )
-        for kernel in CHECKS
-    )
+    found: list[Checkup] = []
+    left = sorted(CHECKS, key=lambda kernel: STOPPED in suspects.get(kernel, ""))
+    while left and answers(device):
+        kernel = left.pop(0)
+        alone = partial(check_kernel, kernel, device)
+        made = checkup(kernel, {f"{x}, alone": partial(alone, x) for x in CHECKED["cuda"]})
+        stopped = Checkup(kernel, (), (STOPPED, *made.problems))
+        found.append(made if answers(device) else stopped)
+    return tuple(found), left
 
 
 def checkup(name: str, cases: Mapping[str, Callable[[], Iterator[Check]]]) -> Checkup:
@@ -206,6 +232,10 @@ def render(report: Report, console: Console) -> None:
         where = f", as {report.verdict_file} says" if report.verdict_file else ""
         names = ", ".join(distrusted)
         console.print(f"{names}: not used from now on{where}", soft_wrap=True, markup=False)
+    if report.unchecked and report.kernels:
+        names = ", ".join(report.unchecked)
+        why = f"the GPU stopped at {report.kernels[-1].name}, which comes last the next time"
+        console.print(f"{names}: not checked, {why}", soft_wrap=True, markup=False)
     verdict = "failed: " + "; ".join(report.failures) if report.failures else "all checks passed"
     style = "bold red" if report.failures else "green"
     # one line, as it is: an error message may hold what reads as markup

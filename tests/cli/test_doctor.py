@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gdn2 import doctor, gated_delta_rule
+from gdn2.bench import timing
 from gdn2.cli import app
 from gdn2.ops import selfcheck, trust
 from gdn2.ops.backends import why_not
@@ -193,7 +194,7 @@ def test_a_wrong_kernel_is_named_and_not_used_again(
     gpu_like: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = (kernel("scan", 0.3), kernel("step", 1e-3), kernel("conv", 0.0, "bf16, alone: Oops"))
-    monkeypatch.setattr(doctor, "check_kernels", lambda device: kernels)
+    monkeypatch.setattr(doctor, "check_kernels", lambda device, suspects: (kernels, []))
     result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     lines = result.stdout.splitlines()
     assert result.exit_code == 1
@@ -212,9 +213,12 @@ def test_a_new_verdict_replaces_the_old(gpu_like: Path, monkeypatch: pytest.Monk
     trust.record(CPU, {"scan": "wrong"})
     seen: list[bool] = []
 
-    def check_kernels(device: torch.device) -> tuple[Checkup, ...]:
+    def check_kernels(
+        device: torch.device, suspects: trust.Verdict
+    ) -> tuple[tuple[Checkup, ...], list[str]]:
         seen.append(trust.trusted("scan", device))
-        return (kernel("scan", 1e-3),)
+        assert [*suspects] == ["scan"]
+        return (kernel("scan", 1e-3),), []
 
     monkeypatch.setattr(doctor, "check_kernels", check_kernels)
     report = doctor.diagnose("cpu")
@@ -229,10 +233,52 @@ def test_kernels_right_alone_and_wrong_together(
     def broken(**operands: Any) -> tuple[Tensor, Tensor | None]:
         return torch_rule(**operands | {"k": negated(operands["k"])})
 
-    monkeypatch.setattr(doctor, "check_kernels", lambda device: (kernel("scan", 1e-3),))
+    found = (kernel("scan", 1e-3),), list[str]()
+    monkeypatch.setattr(doctor, "check_kernels", lambda device, suspects: found)
     monkeypatch.setattr(doctor, "available_rules", lambda device: {"triton": broken})
     doctor.diagnose("cpu")
     assert json.loads(gpu_like.read_text()) == {"this one": {"rule": "triton, fp64, mild: dk"}}
+
+
+def test_a_kernel_that_stops_the_gpu_takes_no_other_with_it(
+    gpu_like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked last from then on, and what was known of those that it kept from being checked is known still."""
+    stopped, seen = list[str](), list[str]()
+
+    def check_kernel(name: str, device: torch.device, dtype: str) -> Iterator[Check]:
+        seen.append(name)
+        if name == "two" or stopped:
+            stopped.append(name)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        yield Check("alone", dtype, "o", 0.0, 1e-5)
+
+    def synchronize(device: torch.device) -> None:
+        if stopped:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    checks: Any = pytest.importorskip("gdn2.ops.triton.checks")
+    monkeypatch.setattr(checks, "CHECKS", dict.fromkeys(("one", "two", "three", "four")))
+    monkeypatch.setattr(checks, "check_kernel", check_kernel)
+    monkeypatch.setattr(timing, "synchronize", synchronize)
+    monkeypatch.setattr(doctor, "available_rules", lambda device: {"triton": torch_rule})
+    trust.record(CPU, {"four": "wrong once", "rule": "together"})
+    result = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    assert result.exit_code == 1 and set(seen) == {"one", "two"}
+    said = (
+        "three, four, triton: not checked, the GPU stopped at two, which comes last the next time"
+    )
+    assert said in result.stdout.splitlines()
+    (known,) = json.loads(gpu_like.read_text()).values()
+    assert set(known) == {"two", "four", "rule"} and known["four"] == "wrong once"
+    assert known["two"] == "two, the GPU stopped"
+    stopped.clear()
+    seen.clear()
+    report = doctor.diagnose("cpu")
+    assert [*dict.fromkeys(seen)] == ["one", "three", "four", "two"]
+    assert report.unchecked == ("triton",) and report.as_json()["distrusted"] == ["two"]
+    (known,) = json.loads(gpu_like.read_text()).values()
+    assert set(known) == {"two", "rule"}
 
 
 def test_operands_are_as_described() -> None:
