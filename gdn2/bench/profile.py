@@ -171,7 +171,8 @@ def sampling(device: torch.device) -> Iterator[list[Sample]]:
         yield found
         return
     # by its own name: the tool counts all GPUs of a machine, torch those that CUDA_VISIBLE_DEVICES leaves
-    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    name = f"GPU-{uuid.removeprefix('GPU-')}"
     asked = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "200", "-i", name]
     process = subprocess.Popen([tool, *asked], stdout=subprocess.PIPE, text=True)
     try:

@@ -75,17 +75,16 @@ class GraphSteps:
         with torch.cuda.device(device), casts_anew("cuda"):
             main, aside = torch.cuda.current_stream(), torch.cuda.Stream()
             aside.wait_stream(main)
+            captured = torch.cuda.graph(
+                self._graph,
+                stream=capture_stream(device),
+                # what other threads do meanwhile, such as copies of a loader, is not captured and no mistake
+                capture_error_mode="thread_local",
+            )
             try:
                 with torch.cuda.stream(aside):  # a capture that fails leaves its own stream behind
-                    advance(
-                        model, sampling, self.now
-                    )  # compiles kernels, which a graph cannot hold
-                    # what other threads do meanwhile, such as copies of a loader, is not captured and no mistake
-                    captured = torch.cuda.graph(
-                        self._graph,
-                        stream=capture_stream(device),
-                        capture_error_mode="thread_local",
-                    )
+                    # compiles kernels, which a graph cannot hold
+                    advance(model, sampling, self.now)
                     with captured:
                         advance(model, sampling, self.now)
             finally:  # nothing is given back while the other stream may use it
