@@ -5,7 +5,7 @@ disagree about where a sequence begins. Inside a model tokens are dense [batch, 
 is dropped on the way in (`pack`) and comes back on the way out (`unpack`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,21 @@ _INTEGERS = (torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_INTEGERS)
 
 
+class _Tables:
+    """What layers make once of a layout, and share.
+
+    It is no field: a copy begins with none. FSDP2 makes one for each block by what it casts fields to, which positions
+    in bf16 would not survive.
+    """
+
+    _shared: dict[Any, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_shared", {})
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(_Tables):
     """Made by `dense`, `packed`, `from_positions` or `from_mask`."""
 
     batch: int  # of what is packed, as the caller holds it
@@ -34,7 +47,6 @@ class Layout:
     # [tokens] places in the flattened batch, unless all of them are tokens.
     tokens: Tensor | None = None
     past: Tensor | None = None  # [rows] tokens of each sequence before this call
-    _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def dense(cls, batch: int, length: int) -> "Layout":

@@ -1,6 +1,7 @@
 """A layout finds the sequences in whatever describes them, and refuses what it cannot read."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_tables_are_shared() -> None:
     assert layout.rotary(*ask)[0] is not layout.rotary(4, *ask[1:])[0]
     later = layout.after(torch.tensor([3]))
     assert not torch.equal(later.rotary(*ask)[0][0], layout.rotary(*ask)[0])
+
+
+def test_a_copy_makes_its_own_tables() -> None:
+    """Field by field, as FSDP2 copies what it casts."""
+    layout = Layout.packed(torch.tensor([0, 2, 5]), 5).after(torch.tensor([3, 0]))
+    cos, sin = layout.rotary(6, 100.0, torch.float32, CPU)
+    copy = replace(layout, **{x.name: getattr(layout, x.name) for x in fields(layout)})
+    found = copy.rotary(6, 100.0, torch.float32, CPU)
+    assert found[0] is not cos
+    assert torch.equal(found[0], cos) and torch.equal(found[1], sin)
 
 
 @pytest.mark.parametrize(

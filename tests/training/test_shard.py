@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gdn2.layers import joint
+from gdn2.layers.layout import Layout
 from gdn2.models.language_model import LanguageModel
 from gdn2.models.param_groups import group_of
 from gdn2.models.presets import preset
@@ -252,6 +254,24 @@ def test_every_mixer_computes_in_bf16_beside_wide_vectors() -> None:
 
 def gradients(model: LanguageModel) -> list[Tensor]:
     return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+
+def sharded_by_others(world: World) -> list[Tensor]:
+    """Logits of a model that FSDP2 shards block by block, with all its inputs cast, and of one that is bf16."""
+    ids, packed = tokens(1, 330), Layout.packed(torch.tensor([0, 9, 330]), 330)
+    model = LanguageModel(EVERYTHING, seed=3)
+    plain = LanguageModel(EVERYTHING, seed=3).to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # as accelerate's
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy)
+    return [x(ids, None, layout).logits for layout in (None, packed) for x in (model, plain)]
+
+
+def test_blocks_take_a_layout_whose_copies_fsdp_makes() -> None:
+    """Positions past 256 show tables in bf16."""
+    for dense, plain_dense, packed, plain_packed in in_processes(2, sharded_by_others):
+        assert torch.equal(dense, plain_dense)
+        assert torch.equal(packed, plain_packed)
 
 
 def test_the_norm_of_all_gradients() -> None:
