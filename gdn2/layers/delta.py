@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from gdn2.layers.bare import is_bare
@@ -12,7 +11,7 @@ from gdn2.layers.initialisation import fill
 from gdn2.layers.joint import have_one_gradient, joint, single
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK, run_rule
+from gdn2.layers.recurrence import CHUNK, run_rule, wide_parameter
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.delta_inputs import delta_inputs, kernel_takes
 from gdn2.ops.entry import kernels_enter, mixer_inputs
@@ -78,8 +77,8 @@ class DeltaMixer(nn.Module):
             per_channel = config.decay == "channel"
             speeds = keys if per_channel else config.num_heads
             self.decay_proj = branch(speeds, bias=False) if per_channel else linear(speeds)
-            self.decay_log_rate = nn.Parameter(torch.empty(config.num_heads))
-            self.decay_bias = nn.Parameter(torch.empty(speeds))
+            self.decay_log_rate = wide_parameter(config.num_heads)
+            self.decay_bias = wide_parameter(speeds)
         if config.output_gate != "none":
             self.gate_proj = branch(values, bias=True)
         self._inputs = [n for n in INPUTS if hasattr(self, f"{n}_proj")]

@@ -10,7 +10,7 @@ from gdn2.layers.convolution import ShortConvolution
 from gdn2.layers.initialisation import fill
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK, run_rule
+from gdn2.layers.recurrence import CHUNK, run_rule, wide_parameter
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.family import mamba2
 from gdn2.ops.flops import rule_flops
@@ -37,8 +37,8 @@ class Mamba2Mixer(nn.Module):
         self.widths = [inner, inner + 2 * state, heads]
         self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=False)
         self.conv = ShortConvolution(inner + 2 * state, config.conv_width, bias=True)
-        self.step_bias = nn.Parameter(torch.empty(heads))
-        self.decay_log_rate = nn.Parameter(torch.empty(heads))
+        self.step_bias = wide_parameter(heads)
+        self.decay_log_rate = wide_parameter(heads)
         self.skip = nn.Parameter(torch.empty(heads))
         self.norm = RMSNorm(inner, norm_eps)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)

@@ -10,7 +10,7 @@ from gdn2.layers.config import Mamba3Config
 from gdn2.layers.initialisation import fill
 from gdn2.layers.layout import Layout
 from gdn2.layers.norm import RMSNorm
-from gdn2.layers.recurrence import CHUNK
+from gdn2.layers.recurrence import CHUNK, wide_parameter
 from gdn2.ops.arguments import state_dtype
 from gdn2.ops.flops import rule_flops
 from gdn2.ops.log_decay import softplus
@@ -51,7 +51,7 @@ class Mamba3Mixer(nn.Module):
         ranks = rank * state
         self.widths = [config.inner_size] * 2 + [ranks] * 2 + [heads] * 3 + [config.num_angles]
         self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=False)
-        self.step_bias = nn.Parameter(torch.empty(heads))
+        self.step_bias = wide_parameter(heads)
         self.key_norm, self.query_norm = RMSNorm(state, norm_eps), RMSNorm(state, norm_eps)
         self.key_bias = nn.Parameter(torch.empty(heads, rank, state))
         self.query_bias = nn.Parameter(torch.empty(heads, rank, state))

@@ -1,7 +1,7 @@
 """The rule over whatever a layout holds: whole sequences, packed ones, or one more token."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gdn2.layers.layout import Layout
 from gdn2.ops.family import Pattern
@@ -36,3 +36,9 @@ def _chunk_size(q: Tensor, sequences: int) -> int:
         return CHUNK
     tokens = q.shape[0] * q.shape[1]
     return next((size for size in SMALLER if sequences * size >= tokens), CHUNK)
+
+
+def wide_parameter(size: int) -> nn.Parameter:
+    """Memory for decays or step sizes, fp32 where models are made in fewer bits: training would move nothing there."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.Parameter(torch.empty(size, dtype=dtype))

@@ -107,6 +107,13 @@ def test_a_dtype_can_be_chosen_and_decays_stay_exact(tmp_path: Path) -> None:
     kinds = {name: parameter.dtype for name, parameter in expected.named_parameters()}
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == kinds
     assert torch.equal(model(ids).logits, logits_of(expected, ids))
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    begun = auto.from_config(model.config, dtype=torch.bfloat16)
+    right = dict(LanguageModel(native.config, seed=0).named_parameters())
+    assert {name: parameter.dtype for name, parameter in begun.named_parameters()} == kinds
+    for name, parameter in begun.named_parameters():
+        assert torch.equal(parameter, right[name].to(kinds[name])), name
 
 
 def test_the_base_model_reads_the_same_folder(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from gdn2.layers.initialisation import InitScheme, initial_value
 from gdn2.layers.mixers import build_mixer
 from gdn2.models.initialisation import initialise, parameter_value
 from gdn2.models.language_model import LanguageModel
-from tests.models.cases import EVERYTHING, config
+from tests.closeness import assert_close
+from tests.models.cases import EVERYTHING, config, tokens
 
 schemes = pytest.mark.parametrize("scheme", get_args(InitScheme))
 
@@ -159,5 +160,27 @@ def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     for name, parameter in found.named_parameters():
-        assert parameter.dtype == dtype, name
-        assert torch.equal(parameter, right[name].to(dtype)), name
+        exact = name.endswith(("decay_log_rate", "decay_bias", "step_bias"))
+        expected = torch.promote_types(dtype, torch.float32) if exact else dtype
+        assert parameter.dtype == expected, name
+        assert torch.equal(parameter, right[name].to(expected)), name
+
+
+def test_decays_move_where_a_model_begins_in_bf16() -> None:
+    """A step of usual size is less than half of what bf16 tells apart there."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LanguageModel(EVERYTHING)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact = {n: x for n, x in model.named_parameters() if x.dtype == torch.float32}
+    before = {name: x.detach().clone() for name, x in exact.items()}
+    loss = model(tokens(2, 9), targets=tokens(2, 9, seed=1)).loss
+    assert loss is not None
+    loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-20, weight_decay=0).step()
+    kinds = {"decay_log_rate", "decay_bias", "step_bias"}
+    assert {name.rpartition(".")[2] for name in exact} == kinds
+    for name, x in exact.items():
+        moved = (x.detach() - before[name]).abs()
+        assert_close(name, moved, torch.full_like(moved, 1e-4), 1e-2)
