@@ -178,6 +178,9 @@ def _read_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
 def _check_options(model: LanguageModel, options: Options, known: Iterable[str]) -> None:
     unknown = sorted(options.keys() - set(known))
     require(not unknown, "options", ", ".join(unknown), f"some of {', '.join(sorted(known))}")
+    for name, kind in (("sampling", Sampling), ("stop", Stop)):
+        fits = isinstance(options.get(name, kind()), kind)
+        require(fits, name, repr(options.get(name)), f"a {kind.__name__}")
     steps = options.get("steps")
     own = steps is None or steps.model is model
     require(own, "steps", "those of another model", "of this model")

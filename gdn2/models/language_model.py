@@ -113,6 +113,8 @@ class LanguageModel(nn.Module):
                 are no gradients then. A call of more tokens leaves it as it was.
         """
         if targets is not None:
+            known = isinstance(targets, Tensor)
+            require(known, "targets", type(targets).__name__, "a tensor [batch, length]")
             require(targets.shape == ids.shape, "targets", ("shape", targets), ("ids'", ids))
         with torch.no_grad() if inplace else nullcontext():
             hidden, state, layout = self._encode(ids, state, layout, inplace)
@@ -246,6 +248,11 @@ class LanguageModel(nn.Module):
             wrong = low if low < 0 else high
             fits = 0 <= wrong < self.config.vocab_size
             require(fits, "ids", wrong, f"0 to {self.config.vocab_size - 1}")
+        known = layout is None or isinstance(layout, Layout)
+        expected = "a Layout, such as Layout.from_mask(mask)"
+        require(known, "layout", type(layout).__name__, expected)
+        known = state is None or isinstance(state, ModelState)
+        require(known, "state", type(state).__name__, "a ModelState, such as new_state makes")
         if layout is None:
             layout = Layout.dense(*ids.shape)
         elif layout.cu_seqlens is not None:

@@ -336,6 +336,14 @@ loose_stop: Any = Stop
             r"^history: got 0 rows, expected 1, for the repetition penalty$",
         ),
         (
+            lambda m: generate(m, [[1]], sampling={"top_k": 1}),  # type: ignore[arg-type]
+            r"^sampling: got \{'top_k': 1\}, expected a Sampling$",
+        ),
+        (
+            lambda m: generate(m, [[1]], stop=5),  # type: ignore[arg-type]
+            r"^stop: got 5, expected a Stop$",
+        ),
+        (
             lambda m: generate(m, [[1]], max_tokens=3, foo=3),  # type: ignore[call-arg]
             r"^options: got foo, max_tokens, expected some of chunk, decode, prefixes, sampling, "
             r"seed, state, steps, stop$",

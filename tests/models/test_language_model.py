@@ -313,6 +313,18 @@ def other_rows(model: LanguageModel) -> ModelState:
             lambda m: m(tokens(2, 4), targets=tokens(2, 3)),
             r"^targets: got shape \(2, 3\), expected ids' \(2, 4\)$",
         ),
+        (
+            lambda m: m(tokens(2, 4), targets=[[1]]),
+            r"^targets: got list, expected a tensor \[batch, length\]$",
+        ),
+        (
+            lambda m: m(tokens(2, 4), layout=torch.ones(2, 4)),
+            r"^layout: got Tensor, expected a Layout, such as Layout\.from_mask\(mask\)$",
+        ),
+        (
+            lambda m: m(tokens(2, 4), torch.ones(2, 4)),
+            r"^state: got Tensor, expected a ModelState, such as new_state makes$",
+        ),
         (lambda m: m(tokens(2, 4), other_rows(m)), r"^state\.rows: got 3, expected 2$"),
         (
             lambda m: m(tokens(2, 4), layout=Layout.dense(2, 5)),
