@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gdn2.ops.arguments import read_scale, require
 from gdn2.ops.flex import causal_block_mask, flex, flex_spares_a_mask
 from gdn2.ops.kv_cache import KVCache
+from gdn2.ops.masked_attention import masked, windows
 from gdn2.ops.packing import FLOATS, check_cu_seqlens, check_operand, sequence_lengths
 from gdn2.ops.window_attention import fits, window_attention
 
@@ -64,7 +65,7 @@ def attention(
         now = cache.seen[:, None].clone()
         updated = _append(cache, k, v, window, cu_seqlens, inplace)
         held = updated.slot_positions()
-        y = _masked(q, updated.keys, updated.values, now, held, window, scale)
+        y = masked(q, updated.keys, updated.values, now, held, window, scale)
     else:
         if window is not None and blocks:
             y = window_attention(q, k, v, window, scale)
@@ -206,6 +207,8 @@ def _dense(
     # tokens of 4 heads of 64 on a CPU core.
     size = 512 if window is None else min(max(window, 64), 512)
     reach = length if window is None else -(-(window - 1) // size)
+    if is_compiling() and past is None and window is not None:
+        return windows(q, k, v, size, reach, window, scale)
     now = torch.arange(length, device=q.device)[None]
     blocks = [(k[:, :0], v[:, :0], now[:, :0])]
     if past is not None:
@@ -216,30 +219,8 @@ def _dense(
     for n, queries in enumerate(torch.split(q, size, 1), start=1):
         near = zip(*blocks[max(0, n - reach) : n + 1], strict=True)
         keys, values, held = (torch.cat(part, dim=1) for part in near)
-        outputs.append(_masked(queries, keys, values, blocks[n][2], held, window, scale))
+        outputs.append(masked(queries, keys, values, blocks[n][2], held, window, scale))
     return torch.cat(outputs, dim=1)
-
-
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, now: Tensor, held: Tensor, window: int | None, scale: float
-) -> Tensor:
-    """Return attention of queries at positions now [rows, queries] to keys at held [rows, keys]."""
-    now, held = now[:, :, None], held[:, None]
-    mask = (held >= 0) & (held <= now)
-    if window is not None:
-        mask &= held > now - window
-    # Heads that share a key become more queries of it: beside a mask, `enable_gqa` copies the keys.
-    rows, length, heads, width = q.shape
-    shared = k.shape[2]
-    group = heads // shared
-    y = scaled_dot_product_attention(
-        q.reshape(rows, length, shared, group, width).permute(0, 2, 3, 1, 4).flatten(2, 3),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask.repeat(1, group, 1)[:, None],
-        scale=scale,
-    )
-    return y.reshape(rows, shared, group, length, width).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _use_flex(

@@ -385,6 +385,18 @@ def test_compiles_whole() -> None:
     assert cache.seen.tolist() == [70, 70]
 
 
+@pytest.mark.parametrize(
+    ("window", "length"), [(1, 150), (9, 64), (70, 333), (70, 140), (520, 530)]
+)
+def test_blocks_that_are_compiled_at_once(window: int, length: int) -> None:
+    q, k, v = (x.requires_grad_() for x in operands(2, length))
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    y, _ = compiled(q, k, v, window=window)
+    expected = literal(q, k, v, window)
+    assert_close("y", y, expected, 1e-12)
+    assert_same_gradients(y, expected, (q, k, v))
+
+
 def test_bad_input_is_refused() -> None:
     q, k, v = operands(2, 6)
     _, ring = attention(q, k, v, window=4, output_cache=True)
