@@ -352,7 +352,7 @@ def kill_at_random(tmp_path: Path, *, steps: int, kills: int, seed: int) -> int:
     metrics, step = folder / "metrics.jsonl", 0
     for left in range(kills, 0, -1):
         process = start(file)
-        wait_for_a_new_file(metrics, process)
+        wait_for_new_lines(metrics, process)
         step = int(rand.integers(step, step + (steps - step) // (left + 1)))
         wait_until(partial(has_steps, metrics, step), process)
         time.sleep(float(rand.uniform(0.0, 0.02)))
@@ -370,10 +370,15 @@ def has_steps(metrics: Path, count: int) -> bool:
     return metrics.read_text().count("\n") >= count
 
 
-def wait_for_a_new_file(path: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until the run has cut its metrics off at the checkpoint it goes on from, and so begins its first step."""
-    before = path.stat().st_ino if path.exists() else None
-    wait_until(lambda: path.exists() and path.stat().st_ino != before, process)
+def wait_for_new_lines(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the run has cut its metrics off at the checkpoint it goes on from, or added a line to them."""
+
+    def seen() -> tuple[int, int] | None:
+        found = path.stat() if path.exists() else None
+        return found and (found.st_ino, found.st_size)
+
+    before = seen()
+    wait_until(lambda: seen() not in (None, before), process)
 
 
 def test_kills_lose_nothing(tmp_path: Path) -> None:
