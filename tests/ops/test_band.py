@@ -17,7 +17,7 @@ from gdn2.ops.attention import attention
 from gdn2.ops.cuda import band
 from gdn2.ops.window_attention import window_attention
 from tests.closeness import assert_close
-from tests.ops.test_attention import literal, operands
+from tests.ops.attention_cases import literal, operands
 
 VERSION = 91900
 Operands = tuple[Tensor, Tensor, Tensor]

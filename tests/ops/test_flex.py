@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from gdn2.ops.attention import attention
 from gdn2.ops.flex import causal_block_mask
 from tests.closeness import assert_close
-from tests.ops.test_attention import operands
+from tests.ops.attention_cases import operands
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

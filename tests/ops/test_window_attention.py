@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gdn2.ops.attention import _use_flex, attention
 from gdn2.ops.window_attention import fits, window_attention
 from tests.closeness import assert_close
-from tests.ops.test_attention import literal, operands
+from tests.ops.attention_cases import literal, operands
 
 
 def leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

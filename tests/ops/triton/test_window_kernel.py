@@ -11,7 +11,7 @@ from gdn2.ops import window_attention as op
 from gdn2.ops.cuda import band
 from gdn2.ops.triton import checks, window
 from tests.closeness import assert_close
-from tests.ops.test_attention import literal
+from tests.ops.attention_cases import literal
 from tests.ops.test_band import gradients, scores_of
 
 SHAPES = [(1, 1, 1, 1, 16), (2, 2, 5, 3, 16), (1, 3, 33, 2, 32), (3, 1, 64, 1, 64)]
