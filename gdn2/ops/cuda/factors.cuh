@@ -140,12 +140,12 @@ template <bool FULL> DEVICE void channel_factors(
 #pragma unroll
             for (int n = 0; n < 4 && n < DECAYS; n++) L.v[i][e + n] = at_least(g.v[n] * LOG2E, -185.0f);
         }
-        inputs[i][1] = chunk.template load<Pair4>(x.k, place.token(i), place.channel);
+        inputs[i][1] = chunk.template load<Pair4, 2, K_HEADS>(x.k, place.token(i), place.channel);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        inputs[i][0] = chunk.template load<Pair4>(x.q, place.token(i), place.channel);
-        inputs[i][2] = chunk.template eight_gates<B_WIDTH>(x.b, place.token(i), place.channel);
+        inputs[i][0] = chunk.template load<Pair4, 2, K_HEADS>(x.q, place.token(i), place.channel);
+        inputs[i][2] = chunk.template eight_gates<B_WIDTH, B_HEADS>(x.b, place.token(i), place.channel);
     }
     sums_until(L);
     if (place.group == 7) {

@@ -85,12 +85,12 @@ DEVICE void run(char* memory, const Row& row, const Arguments& a) {
         return;
     }
     const auto fetch_alone = [&](int step) {
-        const i64 chunk = row.chunk(begin + step);
+        const i64 chunk = row.shared(begin + step);
         char *to = memory + step % BUFFERS * TILES, *signal = memory + AT_SIGNALS + 8 * (step % BUFFERS);
         announce(signal, TILES + DECAYS);
         fetch(to + AT_Y, a.f.Y, chunk, TILE, signal);
         fetch(to + AT_K_TAIL, a.f.K_tail, chunk, TILE, signal);
-        fetch(to + AT_U, a.f.U, chunk * HALVES + row.part / 64, BLOCK, signal);
+        fetch(to + AT_U, a.f.U, row.chunk(begin + step) * HALVES + row.part / 64, BLOCK, signal);
         fetch(memory + AT_DECAYS + step % BUFFERS * DECAYS, a.f.gamma_C, chunk, DECAYS, signal);
         if (STATES) return;
         fetch(to + AT_Q, a.f.Q_gamma, chunk, TILE, signal);

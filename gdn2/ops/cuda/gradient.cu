@@ -1,6 +1,6 @@
 // Gradients of all operands of a chunk by the short backward (Eqs. 53-82), in one kernel for Hopper and its successors.
 //
-// A program works on one chunk of 64 tokens and one head. Along the value channels it makes dZ = A^T dR, dV, dW and the
+// A program works on one chunk of 64 tokens and one value head. Along the value channels it makes dZ = A^T dR, dV, dW and the
 // score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of all
 // tokens and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come through
 // the states at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half (keys.cuh),
@@ -59,7 +59,7 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const char* deep = a.deep + chunk.index * C;
     for (int n = threadIdx.x; n < C * C / 8; n += THREADS) {
-        const char* from = static_cast<const char*>(a.A) + 2 * (chunk.index * C * C + 8 * n);
+        const char* from = static_cast<const char*>(a.A) + 2 * (in_common<F_HEADS>(chunk.index) * C * C + 8 * n);
         copy_async(memory + AT_A + block_at(n / 8, n % 8), from);
     }
     for (int n = threadIdx.x; n < C * D / 8; n += THREADS) {
@@ -79,9 +79,9 @@ DEVICE void chunk_gradients(char* memory, const Chunk<FULL>& chunk, const Argume
     __syncthreads();
     value_gradients(memory, chunk, a.dR, a.v, a.w, a.dv, a.dw, warp, lane);
     const bool any = __syncthreads_or(deep[threadIdx.x % C]);
-    chunk.fetch(a.x.k), chunk.fetch(a.x.q);
-    if (G_WIDTH == D) chunk.template fetch<4>(a.x.g);
-    if (B_WIDTH == D) chunk.fetch(a.x.b);
+    chunk.template fetch<2, K_HEADS>(a.x.k), chunk.template fetch<2, K_HEADS>(a.x.q);
+    if (G_WIDTH == D) chunk.template fetch<4, G_HEADS>(a.x.g);
+    if (B_WIDTH == D) chunk.template fetch<2, B_HEADS>(a.x.b);
     if (threadIdx.x == 0) prefetch(static_cast<const char*>(a.ends) + 2 * (chunk.index * D * D), 2 * D * D);
     Pair4 S[2][D / 32];
     load_state(S, a.starts, chunk.index, warp, lane);

@@ -30,15 +30,20 @@ def gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """dq, dk, dv, dg, db, dw without what flows through deep rows, and dA_qk and dT of halves that have such rows.
 
+    All are per value head, and so is what `deep` says of rows.
+
     Between the scans and this are states at chunk starts, residuals, and gradients of states at chunk ends and of
     residuals, in rows or in blocks. Without `run` the kernel is made ready and not started.
     """
     starts, R, ends, dR = between
-    found = [x.v.new_empty(0) if t is None else torch.empty_like(t) for t in x[:6]]
-    halves = (*A.shape[:3], CHUNK // 2)
+    tokens, heads, _ = x.v.shape
+    found = [
+        x.v.new_empty(0) if t is None else t.new_empty(tokens, heads, t.shape[2]) for t in x[:6]
+    ]
+    halves = (len(A), heads, CHUNK, CHUNK // 2)
     scores = [A.new_empty(halves, dtype=torch.float32) for _ in range(2)]
     do = aligned(do)
-    chunks = A.shape[0] * A.shape[1]
+    chunks = len(A) * heads
     name = gradient_of_blocks(x) if blocks else GRADIENT
     kernel, programs = loaded(name, x, BLOCKS=int(blocks)), chunks
     numbers: list[int] = []

@@ -1,6 +1,6 @@
 // Gradients of all operands by the short backward (Eqs. 53-82), in one kernel for Hopper.
 //
-// A program goes through chunks of 64 tokens and one head. Along the value channels each group of four warps makes
+// A program goes through chunks of 64 tokens and one value head. Along the value channels each group of four warps makes
 // dZ = A^T dR, dV and dW for 64 of them; then one makes the score gradients dA_qk = dO R^T, the other dT = -dZ R^T, and
 // each what comes through the states at both ends of the chunk to 64 key channels (group_values.cuh). Then a warp owns
 // 16 key channels of all tokens and needs no other (group_keys.cuh). Decays are measured as in

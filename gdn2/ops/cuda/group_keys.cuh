@@ -114,12 +114,13 @@ DEVICE float inverse(float log) { return log > DEEPEST ? exp2_fast(-58.0f - log)
 // Log-decays of a half since its start, in powers of two, and those of both halves, of a thread's two channels.
 DEVICE void load_decays(Each& to, const Part& chunk, const float* g, int half) {
     const int token = HALF * half + own_token(), room = chunk.length - token;
-    const float* from = G_WIDTH == D ? chunk.at<float, 4>(g, token, own_channel()) : chunk.head<float>(g) + HEADS * token;
+    const float* from = G_WIDTH == D ? chunk.at<float, 4, G_HEADS>(g, token, own_channel())
+                                     : chunk.head<float, G_HEADS>(g) + G_HEADS * token;
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int later = G_WIDTH == D ? HEADS * D * i + 8 * r : HEADS * i;
+            const int later = G_WIDTH == D ? G_HEADS * D * i + 8 * r : G_HEADS * i;
             to.v[i / 2][2 * r + i % 2] = i < room ? from[later] : 0.0f;
         }
 }
@@ -245,7 +246,7 @@ DEVICE Pairs load_gates(const char* memory, const Part& chunk, const Inputs& x, 
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const int token = HALF * half + 8 * (own_thread() & 3) + 2 * n;  // not kept for later
-        const u32 a = chunk.gate<B_WIDTH>(x.b, token, 0), b = chunk.gate<B_WIDTH>(x.b, token + 1, 0);
+        const u32 a = chunk.gate<B_WIDTH, B_HEADS>(x.b, token, 0), b = chunk.gate<B_WIDTH, B_HEADS>(x.b, token + 1, 0);
         to.v[n][0] = to.v[n][1] = (a & 0xffffu) | (b << 16);
     }
     return to;

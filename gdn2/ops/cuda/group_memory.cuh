@@ -87,13 +87,15 @@ struct KeyRows {  // each warp has its 16 key channels of all rows; eight lanes 
     DEVICE int place(int i) const { return at + 128 * later(i); }
 };
 
-constexpr int ROW = 2 * HEADS * D;  // bytes from a token to the next one
+template <int N> constexpr int ROW = 2 * N * D;  // bytes from a token to the next one
 
-template <class Rows> DEVICE void fetch_rows(char* tile, const void* from, const Part& chunk, const Rows& rows) {
-    const char* first = chunk.at<char>(from, rows.row, rows.channel);
+// Of an operand of so many heads.
+template <int N, class Rows>
+DEVICE void fetch_rows(char* tile, const void* from, const Part& chunk, const Rows& rows) {
+    const char* first = chunk.at<char, 2, N>(from, rows.row, rows.channel);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        copy_async(tile + rows.place(i), first + ROW * rows.later(i), rows.row + rows.later(i) < chunk.length);
+        copy_async(tile + rows.place(i), first + ROW<N> * rows.later(i), rows.row + rows.later(i) < chunk.length);
     }
 }
 
@@ -107,19 +109,19 @@ template <class Rows> DEVICE void drain(void* to, const char* tile, const Part& 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const bool known = rows.row + rows.later(i) < chunk.length;
-        if (known) *reinterpret_cast<Pair4*>(first + ROW * rows.later(i)) = x[i];
+        if (known) *reinterpret_cast<Pair4*>(first + ROW<HEADS> * rows.later(i)) = x[i];
     }
 }
 
 DEVICE void fetch_values(char* memory, const Part& chunk, const Inputs& x) {
     const ValueRows rows(own_thread());
-    fetch_rows(memory + AT_V, x.v, chunk, rows);
-    if (W_WIDTH == D) fetch_rows(memory + AT_W, x.w, chunk, rows);
+    fetch_rows<HEADS>(memory + AT_V, x.v, chunk, rows);
+    if (W_WIDTH == D) fetch_rows<HEADS>(memory + AT_W, x.w, chunk, rows);
 }
 
 DEVICE void fetch_inverse(char* memory, const Part& chunk, const Inputs& x) {
     const u32 thread = own_thread();
-    const char* from = static_cast<const char*>(x.A) + chunk.index * BLOCK + 16 * thread;
+    const char* from = static_cast<const char*>(x.A) + in_common<F_HEADS>(chunk.index) * BLOCK + 16 * thread;
     char* to = memory + AT_A + block_at(thread / 8, thread % 8);
 #pragma unroll
     for (int i = 0; i < C * 8 / THREADS; i++) copy_async(to + 16 * THREADS * i, from + 16 * THREADS * i);
@@ -127,9 +129,9 @@ DEVICE void fetch_inverse(char* memory, const Part& chunk, const Inputs& x) {
 
 DEVICE void fetch_keys(char* memory, const Part& chunk, const Inputs& x) {
     const KeyRows rows(own_thread());
-    fetch_rows(memory + AT_K, x.k, chunk, rows);
-    fetch_rows(memory + AT_Q, x.q, chunk, rows);
-    if (B_WIDTH == D) fetch_rows(memory + AT_B, x.b, chunk, rows);
+    fetch_rows<K_HEADS>(memory + AT_K, x.k, chunk, rows);
+    fetch_rows<K_HEADS>(memory + AT_Q, x.q, chunk, rows);
+    if (B_WIDTH == D) fetch_rows<B_HEADS>(memory + AT_B, x.b, chunk, rows);
 }
 
 // Gradients of outputs and residuals with tokens in the order of columns; gradients of residuals as they are.
@@ -143,7 +145,7 @@ DEVICE void fetch_tokens(char* memory, const Part& chunk, const Inputs& x) {
     for (int i = 0; i < 4; i++) {
         constexpr int ROWS = THREADS / 16;
         const int later = (i & 2) * 16 + (i & 1) * 4, at = to + 128 * ROWS * i;  // exchanged(ROWS * i)
-        copy_async(memory + AT_DO + at, d_out + ROW * later, token + later < chunk.length);
+        copy_async(memory + AT_DO + at, d_out + ROW<HEADS> * later, token + later < chunk.length);
         copy_async(memory + AT_R + at, R + (from ^ (i % 2 * 64)) + 128 * later);
     }
     if (threadIdx.x == 0) {

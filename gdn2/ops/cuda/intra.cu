@@ -1,12 +1,14 @@
 // Everything a chunk can compute on its own (Eqs. 18-22, 25), in one kernel for Hopper and its successors.
 //
-// A program works on one chunk of 64 tokens and one head. First each warp takes 32 channels of one half, sums their
-// log-decays and makes Q_gamma, K_tail, E_bar and gamma_C, and what queries, erase rows and keys are in their half
-// (factors.cuh). Then each takes rows of scores (scores.cuh), all together invert I + T (inverse.cuh), and each takes 32
-// channels of Y = A E_bar or of U = A (W V). Decays are measured as in gdn2/ops/triton/tiles.py.
+// A program works on one chunk of 64 tokens and one head, which several value heads may share. First each warp takes 32
+// channels of one half, sums their log-decays and makes Q_gamma, K_tail, E_bar and gamma_C, and what queries, erase rows
+// and keys are in their half (factors.cuh). Then each takes rows of scores (scores.cuh), all together invert I + T
+// (inverse.cuh), and each takes 32 channels of Y = A E_bar or of U = A (W V). Decays are measured as in
+// gdn2/ops/triton/tiles.py.
 #include "inverse.cuh"
 #include "scores.cuh"
 
+constexpr int VALUES = V_HEADS / HEADS;  // value heads of a head
 constexpr bool ONE_GATE = D == 128 && B_WIDTH == 1 && W_WIDTH == 1 && G_WIDTH == D;
 
 // A to where it goes, and as an operand of products.
@@ -96,14 +98,14 @@ DEVICE void times_inverse(
         }
 }
 
-// W V rounded; what that leaves of it goes to shared memory.
+// W V of the head's n-th value head, rounded; what that leaves of it goes to shared memory.
 template <bool FULL> DEVICE void written_values(
-    Pair4 (&to)[4], char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Place& place) {
+    Pair4 (&to)[4], char* memory, const Chunk<FULL>& chunk, const Inputs& x, const Place& place, int n) {
     Pair4 gates[4], rests[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        to[i] = chunk.template load<Pair4>(x.v, place.token(i), place.channel);
-        gates[i] = chunk.template eight_gates<W_WIDTH>(x.w, place.token(i), place.channel);
+        to[i] = chunk.template load<Pair4, 2, V_HEADS>(x.v, place.token(i), place.channel, n);
+        gates[i] = chunk.template eight_gates<W_WIDTH, V_HEADS>(x.w, place.token(i), place.channel, n);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -129,11 +131,14 @@ template <bool FULL> DEVICE void chunk_factors(
     if (threadIdx.x < C) deep[threadIdx.x] = 0;
     Pair4 E_bar[4], values[4];
     channel_factors(E_bar, memory, chunk, x, to, place);
-    chunk.fetch(x.v);
-    if (W_WIDTH == D) chunk.fetch(x.w);
+#pragma unroll
+    for (int n = 0; n < VALUES; n++) {
+        chunk.template fetch<2, V_HEADS>(x.v, n);
+        if (W_WIDTH == D) chunk.template fetch<2, V_HEADS>(x.w, n);
+    }
     __syncthreads();
     // what the program waits for first that will have this one's place
-    if (G_WIDTH == D && chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4>(x.g);
+    if (G_WIDTH == D && chunk.index + ahead < gridDim.x) x.chunk(chunk.index + ahead).template fetch<4, G_HEADS>(x.g);
     // What is made of the thread's number is made anew instead of keeping registers, where the compiler needs that.
     const u32 number = threadIdx.x, scorer = ONE_GATE ? forgotten(number) : number;
     Scores P[TASKS] = {};
@@ -151,17 +156,28 @@ template <bool FULL> DEVICE void chunk_factors(
     }
     const u32 thread = ONE_GATE ? number : forgotten(number);
     const Place again(thread / 32, thread % 32);
-    written_values(values, memory, chunk, x, again);
+    written_values(values, memory, chunk, x, again, 0);
     invert(memory, warp, lane);
     store_columns(memory + AT_T, E_bar, again);
     store_columns(memory + AT_WORK, values, again);
     store_inverse(memory, to, chunk.index);
     store_scores(memory, to, chunk.index);
     __syncthreads();
-    const bool of_values = warp >= WARPS / 2;
+    const bool writes = warp >= WARPS / 2;
+    const char* rests = RESTS && writes ? memory + AT_REST : nullptr;
     times_inverse(
-        memory, memory + (of_values ? AT_WORK : AT_T), RESTS && of_values ? memory + AT_REST : nullptr,
-        of_values ? to.U : to.Y, chunk.index, 32 * (warp % (WARPS / 2)), lane);
+        memory, memory + (writes ? AT_WORK : AT_T), rests, writes ? to.U : to.Y,
+        writes ? VALUES * chunk.index : chunk.index, 32 * (warp % (WARPS / 2)), lane);
+#pragma unroll 1
+    for (int n = 1; n < VALUES; n++) {
+        __syncthreads();
+        written_values(values, memory, chunk, x, again, n);
+        store_columns(memory + AT_WORK, values, again);
+        __syncthreads();
+        if (!writes) continue;
+        times_inverse(
+            memory, memory + AT_WORK, rests, to.U, VALUES * chunk.index + n, 32 * (warp % (WARPS / 2)), lane);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS) intra(

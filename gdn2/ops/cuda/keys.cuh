@@ -51,14 +51,14 @@ template <bool FULL> DEVICE void load_inputs(
             const Float2 g = chunk.template decays<G_WIDTH, Float2>(x.g, mine + i, channel);
             L[half].v[i][0] = g.v[0], L[half].v[i][1] = g.v[1];
         }
-        in.K[half] = chunk.load_pairs(x.k, mine, channel);
+        in.K[half] = chunk.template load_pairs<K_HEADS>(x.k, mine, channel);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int mine = HALF * half + 4 * (lane >> 2);
-        in.Q[half] = chunk.load_pairs(x.q, mine, channel);
+        in.Q[half] = chunk.template load_pairs<K_HEADS>(x.q, mine, channel);
 #pragma unroll
-        for (int i = 0; i < 4; i++) in.B[half].v[i] = chunk.template gate<B_WIDTH>(x.b, mine + i, channel);
+        for (int i = 0; i < 4; i++) in.B[half].v[i] = chunk.template gate<B_WIDTH, B_HEADS>(x.b, mine + i, channel);
     }
     __syncwarp();  // nobody reads what was there before
 #pragma unroll

@@ -26,9 +26,12 @@ _kernels: dict[Key, Kernel | None] = {}
 _tried: int | None = None  # programs that are to share a multiprocessor instead
 
 
-def takes(kernel: str, x: Operands, chunk: int, **also: int) -> bool:
-    """Whether a kernel is for such operands, on such a device; `also` are macros that operands do not tell."""
-    return suits(x, chunk) and ready(kernel, x, **also)
+def takes(kernel: str, x: Operands, chunk: int) -> bool:
+    """Whether a kernel is for such operands, on such a device, and passes on what Triton's kernels read: rows.
+
+    Theirs have value heads that share scores side by side.
+    """
+    return suits(x, chunk) and x.heads == x.v.shape[1] and ready(kernel, x, BLOCKS=0)
 
 
 def in_blocks(x: Operands, chunk: int) -> bool:
@@ -65,17 +68,18 @@ def takes_plain(x: Operands, chunk: int, rows: int) -> bool:
 
 
 def suits(x: Operands, chunk: int) -> bool:
-    """What kernels with an erase gate ask for: as many heads of everything, gates for each channel or for all.
+    """What kernels with an erase gate ask for: values as wide as keys, gates for each channel or for all.
 
-    So are decays, but for each channel where erase gates are.
+    So are decays, but for each channel where erase gates are. Heads may share any of it.
     """
     if x.b is None or not is_usual(x, chunk):
         return False
-    heads, width = x.q.shape[1:]
+    width = x.q.shape[2]
     gates = [t for t in (x.b, x.w) if t is not None]
     return (
-        x.k.shape == x.v.shape == x.q.shape
-        and all(t.shape[1] == heads and t.shape[2] in (1, width) for t in (x.g, *gates))
+        x.k.shape == x.q.shape
+        and x.v.shape[2] == width
+        and all(t.shape[2] in (1, width) for t in (x.g, *gates))
         and all(t.dtype == x.q.dtype for t in gates)
         and (x.g.shape[2] == width or x.b.shape[2] < width)
     )
@@ -148,17 +152,20 @@ def compile_together(keys: Sequence[Key]) -> None:
 
 def macros(kernel: str, x: Operands) -> dict[str, int]:
     """What a kernel is compiled for."""
-    heads, width = x.q.shape[1:]
+    heads, width = x.v.shape[1], x.q.shape[2]
     if kernel in (FORWARD, BACKWARD):
-        return {"HEADS": heads, "D": width}
+        return {"HEADS": heads, "F_HEADS": x.heads, "D": width}
+    shared = {"K_HEADS": x.k.shape[1], "G_HEADS": x.g.shape[1], "D": width}
     if kernel == PLAIN:
-        shared = {"HEADS": x.v.shape[1], "K_HEADS": heads, "G_HEADS": x.g.shape[1]}
         shared["W_BYTES"] = 0 if x.w is None else x.w.element_size()
-        return {**shared, "D": width, "PROGRAMS": _tried or (2 if width == 64 else 1)}
+        return {"HEADS": heads, **shared, "PROGRAMS": _tried or (2 if width == 64 else 1)}
     assert x.b is not None
-    gates = {"G_WIDTH": x.g.shape[2], "B_WIDTH": x.b.shape[2]}
-    gates["W_WIDTH"] = 0 if x.w is None else x.w.shape[2]
-    return {"HEADS": heads, "D": width, **gates, "PROGRAMS": _tried or PROGRAMS[width]}
+    shared |= {"B_HEADS": x.b.shape[1], "PROGRAMS": _tried or PROGRAMS[width]}
+    shared |= {"G_WIDTH": x.g.shape[2], "B_WIDTH": x.b.shape[2]}
+    shared["W_WIDTH"] = 0 if x.w is None else x.w.shape[2]
+    if kernel == INTRA:
+        return {"HEADS": x.heads, "V_HEADS": heads, **shared}
+    return {"HEADS": heads, "F_HEADS": x.heads, **shared}
 
 
 @contextmanager

@@ -69,32 +69,43 @@ DEVICE float over_channels(float x) {
     return x + from_other(x, 2);
 }
 
+// Of a chunk and head, the chunk and the one of N heads that it has in common with others.
+template <int N> DEVICE i64 in_common(i64 index) { return N == HEADS ? index : index / (HEADS / N); }
+
 // A chunk of one head; FULL if it has all its tokens.
 template <bool FULL> struct Chunk {
     i64 index, first;  // of chunk and head, and of its first token's first channel in [L, HEADS, D]
     int length;
 
     DEVICE bool knows(int token) const { return FULL || token < length; }
-    // Where a token's channel is, in an operand of elements of so many bytes.
-    template <class T, int BYTES = 2> DEVICE T* at(const void* operand, int token, int channel) const {
-        const char* chunk = static_cast<const char*>(operand) + BYTES * first;
-        return reinterpret_cast<T*>(const_cast<char*>(chunk + BYTES * (token * (HEADS * D) + channel)));
+    // Where it begins in [L, N, D]: of fewer heads, which several share, or of more, the n-th of those that share this.
+    template <int N> DEVICE i64 first_of(int n) const {
+        if (N < HEADS) return static_cast<i64>(static_cast<unsigned long long>(first) / (HEADS / N * D)) * D;
+        return N == HEADS ? first : first * (N / HEADS) + n * D;
     }
-    template <class T, int BYTES = 2> DEVICE T load(const void* operand, int token, int channel) const {
-        return knows(token) ? *at<T, BYTES>(operand, token, channel) : T{};
+    // Where a token's channel is, in an operand of elements of so many bytes.
+    template <class T, int BYTES = 2, int N = HEADS>
+    DEVICE T* at(const void* operand, int token, int channel, int n = 0) const {
+        const char* chunk = static_cast<const char*>(operand) + BYTES * first_of<N>(n);
+        return reinterpret_cast<T*>(const_cast<char*>(chunk + BYTES * (token * (N * D) + channel)));
+    }
+    template <class T, int BYTES = 2, int N = HEADS>
+    DEVICE T load(const void* operand, int token, int channel, int n = 0) const {
+        return knows(token) ? *at<T, BYTES, N>(operand, token, channel, n) : T{};
     }
     template <class T, int BYTES = 2> DEVICE void store(void* operand, int token, int channel, T x) const {
         if (knows(token)) *at<T, BYTES>(operand, token, channel) = x;
     }
-    // A gate for two channels: one for each, one for all of a head [L, HEADS, 1], or none.
-    template <int WIDTH> DEVICE u32 gate(const void* operand, int token, int channel) const {
-        if (WIDTH == D) return load<u32>(operand, token, channel);
+    // A gate for two channels: one for each, one for all of a head [L, N, 1], or none.
+    template <int WIDTH, int N = HEADS> DEVICE u32 gate(const void* operand, int token, int channel, int n = 0) const {
+        if (WIDTH == D) return load<u32, 2, N>(operand, token, channel, n);
         if (WIDTH == 0) return 0x3f803f80u;
-        return knows(token) ? head<unsigned short>(operand)[token * HEADS] * 0x10001u : 0u;
+        return knows(token) ? head<unsigned short, N>(operand, n)[token * N] * 0x10001u : 0u;
     }
-    template <int WIDTH> DEVICE Pair4 eight_gates(const void* operand, int token, int channel) const {
-        if (WIDTH == D) return load<Pair4>(operand, token, channel);
-        const u32 x = gate<WIDTH>(operand, token, channel);
+    template <int WIDTH, int N = HEADS>
+    DEVICE Pair4 eight_gates(const void* operand, int token, int channel, int n = 0) const {
+        if (WIDTH == D) return load<Pair4, 2, N>(operand, token, channel, n);
+        const u32 x = gate<WIDTH, N>(operand, token, channel, n);
         return {x, x, x, x};
     }
     template <int WIDTH> DEVICE Pair2 gates(const void* operand, int token, int channel) const {
@@ -109,28 +120,28 @@ template <bool FULL> struct Chunk {
     DEVICE void store_decay(float* operand, int token, float x) const {
         if (knows(token)) head<float>(operand)[token * HEADS] = x;
     }
-    // Log-decays of as many channels as T has: one for each, or one for all of a head [L, HEADS, 1].
+    // Log-decays of as many channels as T has: one for each, or one for all of a head [L, G_HEADS, 1].
     template <int WIDTH, class T> DEVICE T decays(const void* operand, int token, int channel) const {
-        if (WIDTH == D) return load<T, 4>(operand, token, channel);
-        const float x = knows(token) ? head<float>(operand)[token * HEADS] : 0.0f;
+        if (WIDTH == D) return load<T, 4, G_HEADS>(operand, token, channel);
+        const float x = knows(token) ? head<float, G_HEADS>(operand)[token * G_HEADS] : 0.0f;
         T to;
 #pragma unroll
         for (int e = 0; e < static_cast<int>(sizeof(T) / 4); e++) reinterpret_cast<float*>(&to)[e] = x;
         return to;
     }
-    // The first token's number in an operand [L, HEADS, 1].
-    template <class T> DEVICE T* head(const void* operand) const {
-        return const_cast<T*>(static_cast<const T*>(operand)) + first / D;
+    // The first token's number in an operand [L, N, 1].
+    template <class T, int N = HEADS> DEVICE T* head(const void* operand, int n = 0) const {
+        return const_cast<T*>(static_cast<const T*>(operand)) + first_of<N>(n) / D;
     }
     // Bring all tokens of an operand to the second-level cache; each warp its share, since lanes do this one by one.
-    template <int BYTES = 2> DEVICE void fetch(const void* operand) const {
+    template <int BYTES = 2, int N = HEADS> DEVICE void fetch(const void* operand, int n = 0) const {
         const int lane = threadIdx.x % 32, token = C / WARPS * (threadIdx.x / 32) + lane;
-        if (lane < C / WARPS && knows(token)) prefetch(at<char, BYTES>(operand, token, 0), BYTES * D);
+        if (lane < C / WARPS && knows(token)) prefetch(at<char, BYTES, N>(operand, token, 0, n), BYTES * D);
     }
-    DEVICE Four load_pairs(const void* operand, int token, int channel) const {
+    template <int N> DEVICE Four load_pairs(const void* operand, int token, int channel) const {
         Four to;
 #pragma unroll
-        for (int i = 0; i < 4; i++) to.v[i] = load<u32>(operand, token + i, channel);
+        for (int i = 0; i < 4; i++) to.v[i] = load<u32, 2, N>(operand, token + i, channel);
         return to;
     }
 };

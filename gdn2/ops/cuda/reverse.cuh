@@ -72,7 +72,7 @@ DEVICE void run(char* memory, const Row& row, const Arguments& a) {
     const auto fetch_step = [&](int step) {
         char *to = memory + step % BUFFERS * TILES, *signal = memory + AT_SIGNALS + 8 * (step % BUFFERS);
         alone([&]() {
-            const i64 chunk = row.chunk(last - step);
+            const i64 chunk = row.shared(last - step);
             announce(signal, AT_DO + DECAYS);
             fetch(to + AT_K_TAIL, a.f.K_tail, chunk, TILE, signal);
             fetch(to + AT_Y, a.f.Y, chunk, TILE, signal);

@@ -27,6 +27,8 @@ struct Row {
           part(static_cast<int>(program % HALVES) * 64) {}
     DEVICE i64 state() const { return number * D * D + part; }
     DEVICE i64 chunk(i64 index) const { return index * HEADS + head; }
+    // Of what value heads share: all factors but U.
+    DEVICE i64 shared(i64 index) const { return index * F_HEADS + head / (HEADS / F_HEADS); }
     DEVICE i64 tokens(i64 token) const { return 2 * ((token * HEADS + head) * D + part); }  // bytes
 };
 

@@ -91,16 +91,20 @@ template <bool FULL>
 DEVICE void deep_row(char* memory, const Chunk<FULL>& chunk, const Inputs& x, int token, int lane) {
     constexpr int E = D / 32;
     float Q[E], X[E], decay[E];
-    const auto number = [&](const void* operand, int t, int e) {
-        const unsigned short bits = chunk.template load<unsigned short>(operand, t, 32 * e + lane);
+    const auto key_number = [&](const void* operand, int t, int e) {
+        const unsigned short bits = chunk.template load<unsigned short, 2, K_HEADS>(operand, t, 32 * e + lane);
+        return first(bits);
+    };
+    const auto gate_number = [&](int t, int e) {
+        const unsigned short bits = chunk.template load<unsigned short, 2, B_HEADS>(x.b, t, 32 * e + lane);
         return first(bits);
     };
     float own = 0.0f;
 #pragma unroll
     for (int e = 0; e < E; e++) {
-        const float key = number(x.k, token, e);
-        const float gate = B_WIDTH == D ? number(x.b, token, e) : first(chunk.template gate<B_WIDTH>(x.b, token, 0));
-        Q[e] = number(x.q, token, e) * x.scale, X[e] = gate * key, decay[e] = 0.0f;
+        const float key = key_number(x.k, token, e);
+        const float gate = B_WIDTH == D ? gate_number(token, e) : first(chunk.template gate<B_WIDTH, B_HEADS>(x.b, token, 0));
+        Q[e] = key_number(x.q, token, e) * x.scale, X[e] = gate * key, decay[e] = 0.0f;
         own += Q[e] * key;
     }
     own = over_tokens(over_channels(own));
@@ -112,7 +116,7 @@ DEVICE void deep_row(char* memory, const Chunk<FULL>& chunk, const Inputs& x, in
 #pragma unroll
         for (int e = 0; e < E; e++) {
             decay[e] += at_least(chunk.template decays<G_WIDTH, float>(x.g, key + 1, 32 * e + lane) * LOG2E, -185.0f);
-            const float met = number(x.k, key, e) * exp2_fast(decay[e]);
+            const float met = key_number(x.k, key, e) * exp2_fast(decay[e]);
             q += Q[e] * met, t += X[e] * met;
         }
         q = over_tokens(over_channels(q)), t = over_tokens(over_channels(t));

@@ -62,6 +62,8 @@ from gdn2.ops.triton.companions import (
 )
 from gdn2.ops.triton.pipeline import contiguous
 from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.sums import NAME as SUMS
+from gdn2.ops.triton.sums import sum_heads
 from gdn2.ops.triton.table import Table, dense_table
 from gdn2.ops.window_attention import takes_heads
 
@@ -175,7 +177,7 @@ def check_intra_at_once(device: torch.device, dtype: torch.dtype) -> Pairs:
         right = exact(scenario, dtype)
         x, table = right.operands(device)
         blocks = in_blocks(x, table.size)
-        if takes(INTRA, x, table.size, BLOCKS=int(blocks)):
+        if blocks or takes(INTRA, x, table.size):
             f = stages.intra(x, table, "ieee")
             f = reordered(f) if blocks else f
             for name in FACTORS:
@@ -309,7 +311,7 @@ def check_gradient_at_once(blocks: bool, device: torch.device, dtype: torch.dtyp
     for scenario in (MILD, STRONG, NARROW):
         right = exact(scenario, dtype)
         x, table = right.operands(device)
-        if in_blocks(x, table.size) if blocks else takes(GRADIENT, x, table.size, BLOCKS=0):
+        if in_blocks(x, table.size) if blocks else takes(GRADIENT, x, table.size):
             f = right.factors(device, stages.intra(x, table, "ieee").deep)
             between = [right.give(name, device) for name in ("starts", "R", "ends", "dR")]
             between = [to_blocks(t) for t in between] if blocks else between
@@ -337,6 +339,17 @@ def check_band(device: torch.device, dtype: torch.dtype) -> Pairs:
         right = [y.detach(), *torch.autograd.grad(y, exact, x["dy"].double())]
         names = (f"{name} of width {width}" for name in ("y", "dq", "dk", "dv"))
         pairs |= zip(names, zip((found[0], *grads), right, strict=True), strict=True)
+    return pairs
+
+
+def check_sums(device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Gradients of what heads share; widths of neither a power of two."""
+    pairs: Pairs = {}
+    for width in (1, 96):
+        x = draw({"x": (70, 6, width), "like": (70, 2, width)}, dtype)
+        right = x["x"].double().unflatten(1, (2, 3)).sum(2)
+        found = sum_heads(x["x"].to(device), x["like"].to(device))
+        pairs[f"sums of width {width}"] = found, right
     return pairs
 
 
@@ -370,6 +383,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Pairs]] = {
     "gates": check_gates,
     "rotary": check_rotary,
     "squares": check_squares,
+    SUMS: check_sums,
     plain.NAME: check_plain_gradient,
     # where these are wrong or cannot run, the stages' kernels are used
     INTRA: check_intra_at_once,

@@ -30,7 +30,7 @@ def takes(x: Operands, table: Table) -> bool:
     chunks = table.start.numel()
     if table.first.numel() != 2 or chunks < LEAST or not in_blocks(x, table.size):
         return False
-    programs = x.heads * scan.parts(x, scan.VALUES)
+    programs = x.v.shape[1] * scan.parts(x, scan.VALUES)
     is_dense = (chunks - 1) * table.size < x.k.shape[0] <= chunks * table.size
     return is_dense and 2 * programs <= multiprocessors(x.k.device)
 

@@ -5,12 +5,12 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.heads import repeated
 from gdn2.ops.cuda.launch import aligned, in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
 from gdn2.ops.triton import ahead, overlap, plain, scans, stages
 from gdn2.ops.triton.stages import Factors
+from gdn2.ops.triton.sums import sum_to
 from gdn2.ops.triton.table import Table, chunk_table, dense_table
 
 SMALLEST_CHUNK = 32  # tensor cores take 16 rows at least, and a chunk is handled as two halves
@@ -22,7 +22,7 @@ def forward(
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
         table, state = table_of(x, batch), state.contiguous()
-        x = repeated(contiguous(x), table.size)
+        x = widened(contiguous(x), table.size)
         solve = batch.solve_precision
         ahead.compile_together(
             kind_of(x, table, solve, keep),
@@ -54,12 +54,11 @@ def backward(
     """Gradients of all operands and of the initial state, from those of output and final state."""
     with torch.cuda.device_of(x.k):
         given, table = contiguous(x), table_of(x, batch)
-        # factors that the forward kept are of heads as they were there
-        x, state = repeated(given, table.size, apart=not saved), state.contiguous()
+        x, state = widened(given, table.size), state.contiguous()
         d_final, solve = d_final.contiguous(), batch.solve_precision
         found = run_backward(x, table, state, solve, saved, do, d_final)
         pairs = zip(found[:6], given[:6], strict=True)
-        grads = [d if t is None else stages.sum_to(d, t) for d, t in pairs]
+        grads = [d if t is None else sum_to(d, t) for d, t in pairs]
         return Gradients(*[*grads, found.state])
 
 
@@ -90,7 +89,6 @@ def rehearse(x: Operands, table: Table, state: Tensor, solve: str, keep: str) ->
     """Start every kernel that this call will, and its backward if there is to be one."""
     o, final, _ = run_forward(x, table, state, solve, keep)
     if keep != "nothing":
-        x = repeated(x, table.size, apart=keep == "states")
         run_backward(x, table, state, solve, [], o, final)
 
 
@@ -131,6 +129,15 @@ def contiguous(x: Operands) -> Operands:
     given = (x.q, x.k, x.v, x.g, x.b, x.w)
     tensors = (None if t is None else aligned(t.contiguous()) for t in given)
     return Operands(*tensors, x.scale)  # type: ignore[call-arg, arg-type]
+
+
+def widened(x: Operands, chunk: int) -> Operands:
+    """Decays of a head for each channel where its erase gates are, if CUDA kernels do it all then; else x as it is."""
+    width = x.k.shape[2]
+    if x.b is None or x.g.shape[2] == width or x.b.shape[2] < width:
+        return x
+    wide = x._replace(g=x.g.expand(-1, -1, width))
+    return wide._replace(g=wide.g.contiguous()) if in_blocks(wide, chunk) else x
 
 
 def enlarged(batch: Batch) -> Batch:

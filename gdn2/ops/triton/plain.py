@@ -22,7 +22,8 @@ from gdn2.ops.cuda.launch import multiprocessors
 from gdn2.ops.operands import Operands
 from gdn2.ops.triton.ahead import over
 from gdn2.ops.triton.launch import Launch, Scan, capability, spread
-from gdn2.ops.triton.stages import block, precision, sum_to
+from gdn2.ops.triton.stages import block, precision
+from gdn2.ops.triton.sums import sum_to
 from gdn2.ops.triton.table import Table
 from gdn2.ops.triton.tiles import load_rows, product, store_rows
 from gdn2.ops.trust import trusted

@@ -52,7 +52,8 @@ def backward(
     """States at chunk starts and residuals once more, and the gradients of residuals and states."""
     if f.blocks:
         width = x.q.shape[2]
-        starts, ends = (x.k.new_empty(*f.A_qk.shape[:2], width, width) for _ in range(2))
+        per_chunk = len(f.U), x.v.shape[1], width, width
+        starts, ends = (x.k.new_empty(per_chunk) for _ in range(2))
         R, dR, d_state = torch.empty_like(f.U), torch.empty_like(f.U), torch.empty_like(d_final)
         given = [*scanned(f), state, starts, R, do, d_final, d_state, ends, dR, *table[1:]]
         cuda.backward(x, state.shape[0] * state.shape[1], given, run=not compiling())

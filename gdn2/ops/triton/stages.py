@@ -12,7 +12,7 @@ from gdn2.ops.arguments import state_dtype
 from gdn2.ops.cuda import gradient as fused
 from gdn2.ops.cuda import intra as fused_intra
 from gdn2.ops.cuda.launch import GRADIENT, INTRA, in_blocks, takes
-from gdn2.ops.operands import Operands
+from gdn2.ops.operands import Operands, spread
 from gdn2.ops.triton.ahead import compiling, over
 from gdn2.ops.triton.decays import decays_kernel
 from gdn2.ops.triton.deep import deep_gradient_kernel, deep_scores_kernel
@@ -25,6 +25,7 @@ from gdn2.ops.triton.launch import Launch, Scan, launch
 from gdn2.ops.triton.scan import scan_kernel, scan_reverse_kernel
 from gdn2.ops.triton.scores import scores_kernel
 from gdn2.ops.triton.solve import solve_kernel
+from gdn2.ops.triton.sums import sum_to
 from gdn2.ops.triton.table import Table
 
 
@@ -44,7 +45,7 @@ class Factors(NamedTuple):
     A_qk: Tensor  # [M, H, C, C]
     A: Tensor | None  # [M, H, C, C]
     Y: Tensor | None  # [M, H, C, d_k]
-    U: Tensor  # [M, H, C, d_v]
+    U: Tensor  # [M, H, C, d_v]; in blocks [M, H_v, C, d_v / G] with G value heads a head
     deep: Tensor  # [M, H, C] which rows `deep.py` looks after
     blocks: bool = False  # how Q_gamma, K_tail, A_qk, Y and U lie: in rows, or in blocks (`gdn2.ops.cuda.blocks`)
 
@@ -133,7 +134,7 @@ def intra(x: Operands, table: Table, solve: str, sums: Decays | None = None) -> 
     Without them CUDA kernels may do it, and leave the scans their factors in blocks (`in_blocks`).
     """
     blocks = sums is None and in_blocks(x, table.size)
-    if sums is None and takes(INTRA, x, table.size, BLOCKS=int(blocks)):
+    if blocks or (sums is None and takes(INTRA, x, table.size)):
         f = new_factors(x, table.start.numel(), table.size)._replace(blocks=blocks)
         fused_intra.compute(x, table.start, table.length, f.tensors(), blocks, run=not compiling())
         return f
@@ -282,7 +283,7 @@ def gradient(
 
 def at_once(x: Operands, table: Table, blocks: bool) -> bool:
     """Whether one kernel makes all gradients, without the decays."""
-    return blocks or takes(GRADIENT, x, table.size, BLOCKS=0)
+    return blocks or takes(GRADIENT, x, table.size)
 
 
 def gradient_at_once(
@@ -294,15 +295,18 @@ def gradient_at_once(
     between: list[Tensor],
     blocks: bool,
 ) -> list[Tensor]:
-    """The same by one kernel, and one for deep rows."""
+    """The same by one kernel, and one for deep rows: of each value head alone."""
     assert A is not None
+    heads = x.v.shape[1]
+    deep = spread(deep, heads, 1)
     found, scores = fused.gradients(
         x, A, deep, table.start, table.length, do, between, blocks, run=not compiling()
     )
     between.clear()
     dq, dk, dv, dg, db, dw = found
     # all channels by one program: a gate for all of them has no room for several sums
-    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), x.k.shape[2], whole=False)
+    grads = dq, dk, dg, db
+    deep_gradient(x, deep, table, scores, grads, x.k.shape[2], heads, whole=False)
     return [dq, dk, dv, dg, db, dw]
 
 
@@ -386,7 +390,7 @@ def gradient_keys(
         HALF=x.q.dtype in (torch.float16, torch.bfloat16), **products,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
-    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), BK)
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), BK, H)
     return dq, dk, dg, db
 
 
@@ -397,25 +401,17 @@ def deep_gradient(
     scores: Sequence[Tensor | None],
     found: Sequence[Tensor],
     BK: int,
+    heads: int,
     whole: bool = True,
 ) -> None:
-    """Add what flows through deep rows to dq, dk, dg and db, by programs of so many channels.
+    """Add what flows through deep rows to dq, dk, dg and db of so many heads, by programs of so many channels.
 
     Score gradients are of whole chunks, or of their halves only.
     """
     M, DK = table.start.numel(), x.k.shape[2]
     arithmetic = precision(x.q.dtype, "ieee")
     products = {n: arithmetic[n] for n in ("PRECISION", "ACC")}
-    over(deep_gradient_kernel, M * x.heads, triton.cdiv(DK, BK))(
+    over(deep_gradient_kernel, M * heads, triton.cdiv(DK, BK))(
         x.q, x.k, x.g, x.b, *scores, deep, *found, table.start, table.length, x.scale,
-        **sizes(x), R=table.size // 2, BK=BK, WHOLE=whole, **products, num_warps=4,
+        **sizes(x) | {"H": heads}, R=table.size // 2, BK=BK, WHOLE=whole, **products, num_warps=4,
     )  # fmt: skip
-
-
-def sum_to(partial: Tensor, like: Tensor) -> Tensor:
-    """Sum a gradient over heads and channels that its operand was broadcast over."""
-    if partial.shape[2] != like.shape[2]:
-        partial = partial.sum(2, keepdim=True)
-    if partial.shape[1] != like.shape[1]:
-        partial = partial.unflatten(1, (like.shape[1], -1)).sum(2)
-    return partial.to(like.dtype)

@@ -32,6 +32,7 @@ NAMES = (
         "gates",
         "rotary",
         "squares",
+        "sums",
     ),
 )
 KERNELS = [f"gdn2.ops.triton.{name}" for name in NAMES]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn2.ops.cuda import build
-from gdn2.ops.cuda.launch import shared_memory
+from gdn2.ops.cuda.launch import macros, shared_memory
 from gdn2.ops.operands import Operands
 from gdn2.ops.selfcheck import make_operands
 from gdn2.ops.triton import checks
@@ -51,8 +51,8 @@ extern "C" int memory() {{ return MEMORY; }}
         library = folder / f"{kernel}-{'-'.join(map(str, macros.values()))}.so"
         source = library.with_suffix(".cpp")
         source.write_text(text)
-        options = [f"-D{name}={value}" for name, value in macros.items()]
-        options += ["-DPROGRAMS=1", "-std=c++17", "-O1", "-w"]
+        options = [f"-D{name}={value}" for name, value in ({"PROGRAMS": 1} | macros).items()]
+        options += ["-std=c++17", "-O1", "-w"]
         assert COMPILER is not None
         command = [COMPILER, *options, "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
@@ -101,15 +101,10 @@ def emulator(folder: Path, kernel: str, arguments: str, **also: int) -> Emulate:
     """Compile a kernel once for each number of heads and widths of operands, with further macros."""
 
     @cache
-    def compiled(heads: int, width: int, g: int, b: int, w: int) -> Emulated:
-        gates = {"G_WIDTH": g, "B_WIDTH": b, "W_WIDTH": w}
-        return Emulated(folder, kernel, arguments, HEADS=heads, D=width, **gates, **also)
+    def compiled(sizes: tuple[tuple[str, int], ...]) -> Emulated:
+        return Emulated(folder, kernel, arguments, **dict(sizes))
 
-    def emulate(x: Operands) -> Emulated:
-        gates = [0 if t is None else t.shape[2] for t in (x.g, x.b, x.w)]
-        return compiled(*x.q.shape[1:], *gates)
-
-    return emulate
+    return lambda x: compiled(tuple((macros(kernel, x) | also | {"PROGRAMS": 1}).items()))
 
 
 def change_operands(

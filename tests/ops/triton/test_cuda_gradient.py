@@ -16,11 +16,12 @@ from gdn2.ops.cuda.launch import (
     aligned,
     takes,
 )
-from gdn2.ops.operands import Operands
+from gdn2.ops.operands import Operands, spread
 from gdn2.ops.selfcheck import Scenario
 from gdn2.ops.triton import stages
 from gdn2.ops.triton.checks import CHUNK, MILD, Exact
 from gdn2.ops.triton.pipeline import contiguous
+from gdn2.ops.triton.sums import sum_to
 from gdn2.ops.triton.table import Table
 from tests.closeness import relative_error
 from tests.ops.triton.emulation import Emulate, change_operands, emulator, needs_compiler
@@ -29,6 +30,12 @@ ARGUMENTS = "vvvfvvvvvvvvciiffvvvfvvs"
 CPU = torch.device("cpu")
 TOLERANCE = 5e-3  # bf16 rounds by 2e-3 at most
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
+SHARING = {
+    "shared keys": replace(NARROW, heads=(1, 2, 2, 2)),
+    "shared keys of 128": replace(MILD, heads=(1, 2, 2, 2), scalar_gates=True),
+    "all but values": replace(NARROW, heads=(1, 2, 1, 1)),
+    "all but values of 128": replace(MILD, heads=(1, 2, 1, 1)),
+}
 exact = cache(Exact)
 
 
@@ -66,20 +73,21 @@ class Launched:
         self.right = right
         self.x, self.table = self.right.operands(CPU)
         x, table = self.x, self.table
-        self.deep = stages.intra(*self.wide(), "ieee").deep
+        heads = x.v.shape[1]
+        self.deep = spread(stages.intra(*self.wide(), "ieee").deep, heads, 1)
         between = [self.right.give(name, CPU) for name in ("A", "R", "dR", "starts", "ends")]
         kernel = emulate(x)
         if kernel.macros["BLOCKS"]:
             between[1:] = [to_blocks(t) for t in between[1:]]
         operands = [x.v if t is None else t for t in x[:6]]
-        self.found = [torch.full_like(t, torch.nan) for t in operands]
+        self.found = [t.new_full((len(t), heads, t.shape[2]), torch.nan) for t in operands]
         lengths = [torch.nn.functional.pad(t, (0, extra)) for t in (table.start, table.length)]
         per_chunk = [pad_chunks(t, extra) for t in (*between, self.deep)]
-        halves = (*per_chunk[0].shape[:3], CHUNK // 2)
+        halves = (len(per_chunk[0]), heads, CHUNK, CHUNK // 2)
         self.scores = [torch.full(halves, torch.nan) for _ in range(2)]
         do = self.right.give("do", CPU)
         given = [*operands, do, *per_chunk, *lengths, *self.scores, *self.found]
-        chunks = x.q.shape[1] * (table.start.numel() + extra)
+        chunks = heads * (table.start.numel() + extra)
         # each of two goes through several chunks
         programs = 2 if kernel.kernel == GROUP_GRADIENT else chunks
         kernel(programs, given, x.scale, chunks)
@@ -93,13 +101,15 @@ class Launched:
         """All gradients after the kernel for deep rows."""
         dq, dk, dv, dg, db, dw = (t.float() for t in self.found)
         x, table = self.wide()
-        grads = dq, dk, dg, db
-        stages.deep_gradient(x, self.deep, table, self.scores, grads, x.k.shape[2], whole=False)
+        grads, width, heads = (dq, dk, dg, db), x.k.shape[2], x.v.shape[1]
+        stages.deep_gradient(x, self.deep, table, self.scores, grads, width, heads, whole=False)
         return [dq, dk, dv, dg, db, dw]
 
     def errors(self, found: list[Tensor]) -> dict[str, float]:
-        grads = zip("qkvgbw", found, strict=True)
-        return {f"d{n}": relative_error(y.double(), self.right.grads[n]) for n, y in grads}
+        """Of gradients, summed over what their operands were shared by."""
+        grads = zip("qkvgbw", found, self.x[:6], strict=True)
+        summed = {n: sum_to(y.double(), x.double()) for n, y, x in grads if x is not None}
+        return {f"d{n}": relative_error(y, self.right.grads[n]) for n, y in summed.items()}
 
 
 def pad_chunks(x: Tensor, extra: int) -> Tensor:
@@ -110,7 +120,11 @@ def pad_chunks(x: Tensor, extra: int) -> Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("scenario", [MILD, NARROW], ids=["128", "two heads of 64"])
+@pytest.mark.parametrize(
+    "scenario",
+    [MILD, NARROW, *SHARING.values()],
+    ids=["128", "two heads of 64", *SHARING],
+)
 def test_gradients_are_those_of_the_equations(emulate: Emulate, scenario: Scenario) -> None:
     launched = Launched(emulate, exact(scenario, torch.bfloat16))
     assert launched.deep.sum() == 0

@@ -39,6 +39,7 @@ from tests.ops.triton.emulation import (
 SCHEDULES = range(1, 5)
 STRONG = replace(MILD, name="strong", strong=True)
 NARROW = replace(STRONG, heads=(2, 2, 2, 2), widths=(64, 64))
+THREE = replace(STRONG, heads=(1, 3, 1, 1))
 # Gates and decays for each head.
 FEW, NARROW_FEW = (replace(scenario, scalar_gates=True) for scenario in (STRONG, NARROW))
 exact = cache(Exact)
@@ -70,9 +71,10 @@ def group_gradient(folder: Path, scenario: Scenario) -> list[Tensor]:
 
 
 def scan(folder: Path, kernel: str) -> list[Tensor]:
-    def compiled(kernel: str, heads: int, width: int) -> Emulated:
+    def compiled(kernel: str, heads: int, shared: int, width: int) -> Emulated:
         arguments = test_cuda_scan.ARGUMENTS[kernel]
-        return in_any_order(Emulated(folder, kernel, arguments, HEADS=heads, D=width))
+        sizes = {"HEADS": heads, "F_HEADS": shared, "D": width}
+        return in_any_order(Emulated(folder, kernel, arguments, **sizes))
 
     return test_cuda_scan.Packed((1, 330)).run(compiled, kernel)
 
@@ -90,6 +92,7 @@ RUNS: dict[str, Callable[[Path], list[Tensor]]] = {
     "intra": lambda folder: intra(folder, STRONG, 1),
     "intra, rows": lambda folder: intra(folder, STRONG, 0),
     "intra, heads of 64": lambda folder: intra(folder, NARROW, 1),
+    "intra, three value heads": lambda folder: intra(folder, THREE, 1),
     "gradient, heads of 64": lambda folder: gradient(folder, NARROW, 1),
     "gradient, rows": lambda folder: gradient(folder, STRONG, 0),
     "gradient, gates of heads": lambda folder: gradient(folder, NARROW_FEW, 1),
@@ -115,6 +118,9 @@ WAITS = re.compile(
     re.MULTILINE,
 )
 NOT_SEEN = {
+    # Those between value heads, of which there is one; of three all are seen.
+    "intra": {"__syncthreads();"},
+    "intra, heads of 64": {"__syncthreads();"},
     # One for gates of all channels; all else of the case is seen.
     "gradient, heads of 64": {"__syncthreads();"},
     # Both are for states, and not compiled.

@@ -21,7 +21,7 @@ TOLERANCE = 5e-3
 NARROW = replace(MILD, heads=(2, 2, 2, 2), widths=(64, 64))
 ARGUMENTS = {"forward_scan": "vvfvvvfvfiii", "backward_scans": "vvfvvvfvvvffvviii"}
 exact = cache(Exact)
-Compile = Callable[[str, int, int], Emulated]
+Compile = Callable[[str, int, int, int], Emulated]
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +29,8 @@ def compile_scan(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     folder: Path = tmp_path_factory.mktemp("scan")
 
     @cache
-    def compiled(kernel: str, heads: int, width: int) -> Emulated:
-        return Emulated(folder, kernel, ARGUMENTS[kernel], HEADS=heads, D=width)
+    def compiled(kernel: str, heads: int, shared: int, width: int) -> Emulated:
+        return Emulated(folder, kernel, ARGUMENTS[kernel], HEADS=heads, F_HEADS=shared, D=width)
 
     return compiled
 
@@ -55,7 +55,7 @@ def given(right: Exact, *names: str) -> list[Tensor]:
     return [to_blocks(t) if n in in_blocks else t for n, t in zip(names, tensors, strict=True)]
 
 
-CASES = [MILD, NARROW]
+CASES = [MILD, NARROW, replace(NARROW, heads=(1, 2, 1, 1))]
 
 
 FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "Y", "U")
@@ -66,10 +66,10 @@ FACTORS = ("Q_gamma", "K_tail", "gamma_C", "A_qk", "Y", "U")
 def test_forward(compile_scan: Compile, scenario: Scenario) -> None:
     right = exact(scenario, torch.bfloat16)
     x, table = right.operands(CPU)
-    heads, width = x.q.shape[1:]
+    heads, width = x.v.shape[1:]
     state = right.give("state", CPU)
     found = {"o": new(x.v), "final": new(state)}
-    kernel = compile_scan("forward_scan", heads, width)
+    kernel = compile_scan("forward_scan", heads, x.heads, width)
     tensors = [*given(right, *FACTORS), state, *found.values(), *table[1:]]
     kernel(heads * (width // 64), tensors)
     for name, error in errors(right, found).items():
@@ -81,12 +81,12 @@ def test_forward(compile_scan: Compile, scenario: Scenario) -> None:
 def test_backward(compile_scan: Compile, scenario: Scenario) -> None:
     right = exact(scenario, torch.bfloat16)
     x, table = right.operands(CPU)
-    heads, width = x.q.shape[1:]
+    heads, width = x.v.shape[1:]
     states = {name: new(right.give(name, CPU)) for name in ("starts", "R")}
     d_state = {"d_state": new(right.give("state", CPU))}
     grads = {name: new(right.give(name, CPU)) for name in ("ends", "dR")}
     found = states | d_state | grads
-    kernel = compile_scan("backward_scans", heads, width)
+    kernel = compile_scan("backward_scans", heads, x.heads, width)
     tensors = [*given(right, *FACTORS, "state"), *states.values()]
     tensors += [*given(right, "do", "d_final"), *d_state.values(), *grads.values(), *table[1:]]
     kernel(2 * heads * (width // 64), tensors)
@@ -123,7 +123,7 @@ class Packed:
             table = chunk_table(torch.tensor([0, end - begin]), part.stop - part.start, 64)
             do, state = do[begin:end].contiguous(), state[sequence : sequence + 1].contiguous()
         factors, U = [tiles[n] for n in FACTORS], tiles["U"]
-        emulated = compile_scan(kernel, self.heads, self.width)
+        emulated = compile_scan(kernel, self.heads, self.heads, self.width)
         programs = state.shape[0] * self.heads
         if kernel == "forward_scan":
             made = [new(do), new(state)]
@@ -164,4 +164,4 @@ def test_shared_memory_is_what_the_kernel_says(
     compile_scan: Compile, heads: int, width: int
 ) -> None:
     for kernel in ARGUMENTS:
-        assert compile_scan(kernel, heads, width).has_said_memory()
+        assert compile_scan(kernel, heads, heads, width).has_said_memory()

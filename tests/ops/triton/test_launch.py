@@ -40,6 +40,7 @@ from gdn2.ops.triton import (
     squares,
     stages,
     step,
+    sums,
     swiglu,
     table,
     window,
@@ -68,6 +69,7 @@ COMPANIONS: dict[str, tuple[Any, ...]] = {
     "gates": (gates, "gates", "gates_gradient"),
     "rotary": (rotary, "rotary", "copy_rows"),
     "squares": (squares, "squares"),
+    "sums": (sums, "sum_heads"),
     "plain_gradient": (plain, "states", "plain_gradient"),
 }
 

@@ -1,93 +1,119 @@
-"""Operands that share heads, repeated for CUDA kernels: the operator is the same, and so are its gradients."""
+"""The whole operator by the CUDA kernels, emulated on the CPU, where heads share some of their operands."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from gdn2.ops.chunk_op import pack
-from gdn2.ops.cuda import heads
-from gdn2.ops.cuda.heads import repeated
+from gdn2.ops.cuda import gradient, intra, launch, scan
+from gdn2.ops.cuda.launch import BACKWARD, FORWARD, GRADIENT, GROUP_GRADIENT, INTRA, PROGRAMS
 from gdn2.ops.operands import Operands
-from gdn2.ops.pipeline import Batch
-from gdn2.ops.triton.pipeline import kind_of, table_of
+from gdn2.ops.triton.pipeline import widened
+from tests.closeness import relative_error
 from tests.ops.cases import Case, run
-from tests.ops.triton.test_operator import EXACT, compare, kernels, single
+from tests.ops.triton import test_cuda_gradient, test_cuda_intra, test_cuda_scan
+from tests.ops.triton.emulation import Emulated, needs_compiler
+from tests.ops.triton.test_operator import kernels, single
 
-SHARED = {
-    "keys": single(T=40, B=2, heads=(1, 2, 2, 2), widths=("one", "one", "one")),
-    "gates": single(T=40, heads=(2, 2, 1, 1), widths=("one", "one", "none")),
-    "decays of channels": single(T=40, heads=(1, 2, 2, 1), widths=("one", "full", "full")),
-    "all but values": single(T=40, heads=(1, 2, 1, 1), widths=("full", "one", "full")),
-    "keys of three": single(T=40, heads=(1, 3, 1, 3), lengths=(33, 0, 7)),
+TOLERANCE = 1e-2  # several stages round to bf16
+ARGUMENTS = {
+    INTRA: test_cuda_intra.ARGUMENTS,
+    GRADIENT: test_cuda_gradient.ARGUMENTS,
+    GROUP_GRADIENT: test_cuda_gradient.ARGUMENTS + "n",
+    **test_cuda_scan.ARGUMENTS,
 }
 
 
-def operands(case: Case) -> Operands:
-    """Of shapes alone."""
-    (qk, v, g, b), width = case.heads, case.d_k
-
-    def made(count: int, kind: str = "full") -> torch.Tensor | None:
-        channels = {"full": width, "one": 1, "none": 0}[kind]
-        return torch.randn(1, 5, count, channels) if channels else None
-
-    g_kind, b_kind, w_kind = case.widths
-    q, k, values = made(qk), made(qk), made(v)
-    return pack(q, k, values, made(g, g_kind), made(b, b_kind), made(v, w_kind), 1.0)  # type: ignore[arg-type]
+def sharing(heads: tuple[int, int, int, int], width: int = 64, **changes: object) -> Case:
+    sizes = {"d_k": width, "d_v": width, "chunk_size": 64, "dtype": torch.bfloat16}
+    return single(T=100, heads=heads, **sizes, **changes)
 
 
-@pytest.mark.parametrize("name", SHARED)
+CASES = {
+    "nothing": sharing((2, 2, 2, 2)),
+    "keys": sharing((1, 2, 2, 2), widths=("one", "one", "one")),
+    "gates": sharing((2, 2, 1, 1), widths=("one", "one", "none")),
+    "decays of a head": sharing((1, 2, 2, 1), widths=("one", "full", "full")),
+    "all but values": sharing((1, 2, 1, 1), 128),
+    "values of three": sharing((1, 3, 1, 1), widths=("full", "one", "full"), lengths=(70, 0, 7)),
+    "all in part": sharing((1, 4, 2, 1), widths=("full", "full", "one")),
+}
+
+
+class Kernels:
+    """The CUDA kernels as `loaded` gives them; `started` has the names of those that ran."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, set[str]()
+        self.compiled = cache(self.compile)
+
+    def compile(self, kernel: str, sizes: tuple[tuple[str, int], ...]) -> Emulated:
+        return Emulated(self.folder, kernel, ARGUMENTS[kernel], **dict(sizes))
+
+    def loaded(self, kernel: str, x: Operands, **also: int) -> Callable[..., None]:
+        sizes = launch.macros(kernel, x) | also | {"PROGRAMS": 1}
+        emulated = self.compiled(kernel, tuple(sizes.items()))
+
+        def start(programs: int, *given: Tensor | float | None) -> None:
+            numbers = [y for y in given if isinstance(y, int | float)]
+            self.started.add(kernel)
+            emulated(programs, [*given[: len(given) - len(numbers)]], *numbers)  # type: ignore[list-item, arg-type]
+
+        return start
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """CPUs are taken for Hoppers with two multiprocessors."""
+    made = Kernels(folder)
+    monkeypatch.setattr(launch, "is_usual", lambda x, chunk: x.q.shape[2] in PROGRAMS)
+    monkeypatch.setattr(launch, "capability", lambda device: launch.HOPPER)
+    monkeypatch.setattr(launch, "ready", lambda *_, **__: True)
+    monkeypatch.setattr(launch, "compile_together", lambda keys: None)
+    monkeypatch.setattr(gradient, "multiprocessors", lambda device: 2)
+    for module in (intra, gradient, scan):
+        monkeypatch.setattr(module, "loaded", made.loaded)
+    yield made
+
+
+@needs_compiler
 @pytest.mark.parametrize("keep", ["states", "factors"])
-def test_gradients_are_summed_over_what_shared(
-    name: str, keep: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str, keep: str, emulated: Kernels) -> None:
+    case = CASES[name]
+    expected = run(case, "reference", torch.float64).named()
+    for quantity, found in kernels(case, keep).named().items():
+        assert relative_error(found, expected[quantity]) < TOLERANCE, quantity
+    group = GROUP_GRADIENT if case.d_k == 128 else GRADIENT
+    assert emulated.started == {INTRA, FORWARD, BACKWARD, group}
+
+
+def packed(heads: tuple[int, int, int], g_width: int, b_width: int | None) -> Operands:
+    qk, g, b = heads
+    q, k, v = (torch.randn(1, 5, n, 64) for n in (qk, qk, 2))
+    gate = None if b_width is None else torch.randn(1, 5, b, b_width)
+    return pack(q, k, v, torch.randn(1, 5, g, g_width), gate, None, 1.0)
+
+
+def test_decays_of_a_head_are_repeated_for_gates_of_channels(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
-    case, x = SHARED[name], operands(SHARED[name])
-    assert repeated(x, case.chunk_size, apart=True) is not x
-    compare(kernels(case, keep), run(case, "reference"), EXACT)
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_what_kernels_are_asked_for_is_what_they_get(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Operands] = []
-
-    def note(x: Operands, chunk: int) -> bool:
-        asked.append(x)
-        return True
-
-    monkeypatch.setattr(heads, "in_blocks", note)
-    x = operands(SHARED[name])
-    found = repeated(x, 64, apart=True)
-    (shapes,) = ([None if t is None else t.shape for t in y[:6]] for y in asked)
-    assert [None if t is None else t.shape for t in found[:6]] == shapes
-    count = x.v.shape[1]
-    for before, after in zip(x[:6], found[:6], strict=True):
-        if before is not None and after is not None:
-            assert after.is_contiguous() and after.shape[1] == count
-            group = count // before.shape[1]
-            assert torch.equal(after[:, ::group], before.expand(-1, -1, after.shape[2]))
-
-
-def test_what_need_not_be_repeated_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for case in SHARED.values():
-        x = operands(case)
-        assert repeated(x, 64, apart=True) is x  # not on a GPU
-    monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
-    for case in (
-        single(),
-        single(widths=("one", "one", "one")),
-        single(heads=(1, 2, 1, 1)),  # value heads that share scores
-        single(heads=(1, 2, 2, 1), widths=("one", "none", "one")),
-    ):
-        x = operands(case)
-        assert repeated(x, 64) is x
-
-
-def test_kernels_of_kept_factors_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value heads that share all else have other kernels for them, and so are calls of another kind."""
-    monkeypatch.setattr(heads, "in_blocks", lambda x, chunk: True)
-    x = operands(SHARED["all but values"])
-    table = table_of(x, Batch(1, 5, None, 64, "ieee"))
-    assert repeated(x, 64, apart=True).heads != repeated(x, 64).heads
-    kinds = {kind_of(x, table, "ieee", keep) for keep in ("nothing", "states", "factors")}
-    assert len(kinds) == 3
+    """Where the CUDA kernels do it all: others take them as they are."""
+    module = "gdn2.ops.triton.pipeline.in_blocks"
+    x = packed((1, 1, 2), 1, 64)
+    assert widened(x, 64) is x  # not on a GPU
+    monkeypatch.setattr(module, lambda x, chunk: True)
+    wide = widened(x, 64)
+    assert torch.equal(wide.g, x.g.expand(-1, -1, 64)) and wide.g.is_contiguous()
+    assert all(a is b for a, b in zip(wide[:3], x[:3], strict=True)) and wide.b is x.b
+    for other in (packed((1, 1, 2), 64, 64), packed((1, 2, 2), 1, 1), packed((1, 1, 1), 1, None)):
+        assert widened(other, 64) is other
