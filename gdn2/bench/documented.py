@@ -44,6 +44,7 @@ FIGURES = {
                 "kernels --form kda --programs 1",
                 "kernels --form gdn --programs 1",
                 "kernels --form mamba2 --shape 4x4096x64x64x64 --programs 1",
+                "kernels --value-heads 32 --programs 1",
             ),
         ),
         Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),

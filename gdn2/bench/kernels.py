@@ -58,7 +58,10 @@ class Result:
 
 
 def read_plan(
-    shapes: list[str] | None, device: str | None, form: str, packed: str, programs: Sequence[int]
+    shapes: list[str] | None,
+    device: str | None,
+    programs: Sequence[int] = (),
+    **operands: Any,
 ) -> Plan:
     """Check what was asked for."""
     where = timing.find_device(device)
@@ -71,8 +74,7 @@ def read_plan(
         shapes=shapes or [SHAPE[where.type]],
         backends="triton" if where.type == "cuda" else "torch",
         device=device,
-        form=form,
-        packed=packed,
+        **operands,
     )
     return plan
 
@@ -128,7 +130,7 @@ def render(result: Result, console: Console) -> None:
     for part in result.parts:
         shared = f", {part.programs} programs a multiprocessor" if part.programs else ""
         took = f"{part.seconds * 1e6:,.0f} µs"
-        title = f"{part.measured} at {part.shape}, {result.plan.form}{shared}: {took}"
+        title = f"{part.measured} at {part.shape}, {result.plan.operands}{shared}: {took}"
         columns = ("µs", "part", "calls", "registers", "spilled bytes", "kernel")
         table = new_table(columns, left=("kernel",), title=title)
         for kernel in part.kernels[:MOST]:

@@ -79,6 +79,12 @@ class Plan:
     def baseline(self) -> str:
         return "reference" if "reference" in self.backends else self.backends[0]
 
+    @property
+    def operands(self) -> str:
+        """What they are besides their shape."""
+        shared = f", {self.value_heads} value heads" if self.value_heads else ""
+        return self.form + shared + (f", packed {self.packed}" if self.packed else "")
+
 
 @dataclass(frozen=True)
 class Row:

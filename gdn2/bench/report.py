@@ -55,7 +55,7 @@ def render(result: Result, console: Console) -> None:
     if any(row.growth != 1 for row in result.rows):
         columns["growth"] = lambda row: f"{row.growth:.2f}×"
     for shape in plan.shapes:
-        title = f"{shape}, {plan.dtype} on {plan.device}"
+        title = f"{shape}, {plan.operands}, {plan.dtype} on {plan.device}"
         table = new_table(columns, left=("pass", "backend"), title=title)
         for row in (row for row in result.rows if row.shape == shape):
             table.add_row(*(cell(row) for cell in columns.values()))

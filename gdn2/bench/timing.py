@@ -1,5 +1,6 @@
 """The one way to time, and the machine that a time belongs to."""
 
+import gc
 import math
 import os
 import platform
@@ -165,6 +166,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """GPU memory that a call takes at its peak, beyond what was held before; None on a CPU."""
     if device.type != "cuda":
         return None
+    gc.collect()  # what cycles of earlier calls hold would be given back meanwhile
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     call()

@@ -122,6 +122,9 @@ def kernels(
             help="gdn2; kda: one gate a head; gdn: also one decay; mamba2: one decay, no gates."
         ),
     ] = "gdn2",
+    value_heads: Annotated[
+        int | None, typer.Option(help="Value heads, several for each head of the shape.")
+    ] = None,
     packed: Annotated[
         str, typer.Option(help="Pack sequences: their lengths, with commas, or how many.")
     ] = "",
@@ -140,8 +143,8 @@ def kernels(
     """
     from gdn2.bench.kernels import read_plan, render, run
 
-    numbers = programs or []
-    result = run(read_plan(shape, device, form, packed, numbers), numbers)
+    numbers, operands = programs or [], {"form": form, "value_heads": value_heads, "packed": packed}
+    result = run(read_plan(shape, device, numbers, **operands), numbers)
     render(result, console())
     write(json_file, result.as_json())
 

@@ -54,7 +54,7 @@ def test_rows_hold_what_was_measured() -> None:
     assert (
         rows["backward", "torch"]["timing"]["median"] > rows["forward", "torch"]["timing"]["median"]
     )
-    assert "2x65x2x16x8, fp32 on cpu" in printed
+    assert "2x65x2x16x8, gdn2, fp32 on cpu" in printed
     assert "vs reference" in printed
 
 

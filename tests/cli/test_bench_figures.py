@@ -53,7 +53,7 @@ def test_what_is_missing_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "second: left, since it takes about 5 min\n" in done.stderr
     first = kept(file)["first"]
     assert [len(data["results"]) for data in first["data"]] == [1]
-    assert "1x32x1x8x8, fp32 on cpu" in first["output"][0]
+    assert "1x32x1x8x8, gdn2, fp32 on cpu" in first["output"][0]
     assert first["failure"] is None and first["code"] == figures.code()
 
     assert take(file, "--list").stdout == (

@@ -42,14 +42,18 @@ def test_each_pass_has_its_kernels(tmp_path: Path) -> None:
 
 
 def test_packed_sequences_and_other_forms() -> None:
-    options = ["--device", "cpu", "--form", "mamba2", "--packed", "30,40"]
-    done = CliRunner().invoke(app, ["bench", "kernels", "--shape", "1x70x2x16x16", *options])
-    assert done.exit_code == 0, done.output
-    assert "fwd at 1x70x2x16x16, mamba2" in done.stdout
+    command = ["bench", "kernels", "--shape", "1x70x2x16x16", "--device", "cpu"]
+    for options, operands in (
+        (["--form", "mamba2", "--packed", "30,40"], "mamba2, packed 30,40"),
+        (["--form", "gdn", "--value-heads", "6"], "gdn, 6 value heads"),
+    ):
+        done = CliRunner().invoke(app, [*command, *options])
+        assert done.exit_code == 0, done.output
+        assert f"fwd at 1x70x2x16x16, {operands}: " in done.stdout
 
 
 def test_tables_say_what_registers_there_are() -> None:
-    plan = read_plan(["1x64x2x64x64"], "cpu", "kda", "", [])
+    plan = read_plan(["1x64x2x64x64"], "cpu", form="kda")
     kernels = (Kernel("intra", 1, 3e-4), Kernel("scan_kernel", 2, 1e-4))
     part = Part(Shape(1, 64, 2, 64, 64), "fwd", None, kernels, {"intra": (128, 8)})
     alone = replace(part, programs=1, of_threads={"intra": (254, 0)})
@@ -63,7 +67,7 @@ def test_tables_say_what_registers_there_are() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    plan = read_plan(["1x64x2x64x64"], "cpu", "gdn2", "", [])
+    plan = read_plan(["1x64x2x64x64"], "cpu")
     kernels = tuple(Kernel(f"kernel{i}", 1, 1e-6) for i in range(MOST + 2))
     out = StringIO()
     part = Part(plan.shapes[0], "fwd", None, kernels, {})
