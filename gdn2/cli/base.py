@@ -1,6 +1,7 @@
 """The command `gdn2` itself, and what its verbs share."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ class Verbs(typer.core.TyperGroup):
             raise
         except OSError as reason:
             line = f"got {reason}, expected what can be read and written"
+        except RuntimeError as failure:
+            line = _lack_of_memory(failure)
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2)
 
@@ -39,6 +42,17 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _lack_of_memory(failure: RuntimeError) -> str:
+    """What an allocator of torch has refused, in one line; another failure goes on, such as an exit."""
+    if "torch" not in sys.modules:
+        raise failure
+    from gdn2.training.faults import is_lack_of_memory  # noqa: PLC0415 (help needs none)
+
+    if not is_lack_of_memory(failure):
+        raise failure
+    return f"got {str(failure).splitlines()[0]}, expected what fits into memory"
 
 
 def _print_version(wanted: bool) -> None:

@@ -29,6 +29,15 @@ def bench(*options: str) -> tuple[str, list[dict[str, Any]]]:
         return result.stdout, json.loads(target.read_text())["results"]
 
 
+def test_what_no_memory_holds_is_one_line() -> None:
+    options = ["--shape", "1x1000000000000x1x128x128", "--backend", "torch", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["bench", "operator", *options])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: got ") and done.stderr.count("\n") == 1
+    assert "can't allocate memory" in done.stderr
+    assert done.stderr.endswith(", expected what fits into memory\n")
+
+
 def test_rows_hold_what_was_measured() -> None:
     printed, (result,) = bench(*TINY, "--threads", "1")
     rows = {(row["measured"], row["backend"]): row for row in result["rows"]}

@@ -1,10 +1,10 @@
 // Gradients of all operands of a chunk by the short backward (Eqs. 53-82), in one kernel for Hopper and its successors.
 //
-// A program works on one chunk of 64 tokens and one value head. Along the value channels it makes dZ = A^T dR, dV, dW and the
-// score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of all
-// tokens and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come through
-// the states at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half (keys.cuh),
-// with decays measured as in gdn2/ops/triton/tiles.py. Deep rows are left to the Triton kernel for them.
+// A program works on one chunk of 64 tokens and one value head. Along the value channels it makes dZ = A^T dR, dV, dW
+// and the score gradients dA_qk = dO R^T, dT = -dZ R^T (values.cuh). Along the key channels a warp owns 16 channels of
+// all tokens and needs no other: sums over tokens stay inside it. Gradients of queries, erase rows and keys come
+// through the states at both ends of the chunk (states.cuh), from the other half of the chunk and from the own half
+// (keys.cuh), with decays measured as in gdn2/ops/triton/tiles.py. Deep rows are left to the Triton kernel for them.
 #include "keys.cuh"
 #include "states.cuh"
 #include "values.cuh"

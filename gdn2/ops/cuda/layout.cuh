@@ -96,6 +96,9 @@ template <bool FULL> struct Chunk {
     template <class T, int BYTES = 2> DEVICE void store(void* operand, int token, int channel, T x) const {
         if (knows(token)) *at<T, BYTES>(operand, token, channel) = x;
     }
+    template <int N> DEVICE float number(const void* operand, int token, int channel) const {
+        return ::first(load<unsigned short, 2, N>(operand, token, channel));
+    }
     // A gate for two channels: one for each, one for all of a head [L, N, 1], or none.
     template <int WIDTH, int N = HEADS> DEVICE u32 gate(const void* operand, int token, int channel, int n = 0) const {
         if (WIDTH == D) return load<u32, 2, N>(operand, token, channel, n);

@@ -91,20 +91,14 @@ template <bool FULL>
 DEVICE void deep_row(char* memory, const Chunk<FULL>& chunk, const Inputs& x, int token, int lane) {
     constexpr int E = D / 32;
     float Q[E], X[E], decay[E];
-    const auto key_number = [&](const void* operand, int t, int e) {
-        const unsigned short bits = chunk.template load<unsigned short, 2, K_HEADS>(operand, t, 32 * e + lane);
-        return first(bits);
-    };
-    const auto gate_number = [&](int t, int e) {
-        const unsigned short bits = chunk.template load<unsigned short, 2, B_HEADS>(x.b, t, 32 * e + lane);
-        return first(bits);
-    };
     float own = 0.0f;
 #pragma unroll
     for (int e = 0; e < E; e++) {
-        const float key = key_number(x.k, token, e);
-        const float gate = B_WIDTH == D ? gate_number(token, e) : first(chunk.template gate<B_WIDTH, B_HEADS>(x.b, token, 0));
-        Q[e] = key_number(x.q, token, e) * x.scale, X[e] = gate * key, decay[e] = 0.0f;
+        const int channel = 32 * e + lane;
+        const float key = chunk.template number<K_HEADS>(x.k, token, channel);
+        const float gate = B_WIDTH == D ? chunk.template number<B_HEADS>(x.b, token, channel)
+                                        : first(chunk.template gate<B_WIDTH, B_HEADS>(x.b, token, 0));
+        Q[e] = chunk.template number<K_HEADS>(x.q, token, channel) * x.scale, X[e] = gate * key, decay[e] = 0.0f;
         own += Q[e] * key;
     }
     own = over_tokens(over_channels(own));
@@ -116,7 +110,7 @@ DEVICE void deep_row(char* memory, const Chunk<FULL>& chunk, const Inputs& x, in
 #pragma unroll
         for (int e = 0; e < E; e++) {
             decay[e] += at_least(chunk.template decays<G_WIDTH, float>(x.g, key + 1, 32 * e + lane) * LOG2E, -185.0f);
-            const float met = key_number(x.k, key, e) * exp2_fast(decay[e]);
+            const float met = chunk.template number<K_HEADS>(x.k, key, 32 * e + lane) * exp2_fast(decay[e]);
             q += Q[e] * met, t += X[e] * met;
         }
         q = over_tokens(over_channels(q)), t = over_tokens(over_channels(t));

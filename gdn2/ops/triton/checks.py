@@ -343,7 +343,7 @@ def check_band(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def check_sums(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Gradients of what heads share; widths of neither a power of two."""
+    """Gradients of what three heads share each, of gates of a head and of channels."""
     pairs: Pairs = {}
     for width in (1, 96):
         x = draw({"x": (70, 6, width), "like": (70, 2, width)}, dtype)

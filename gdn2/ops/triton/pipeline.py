@@ -57,9 +57,7 @@ def backward(
         x, state = widened(given, table.size), state.contiguous()
         d_final, solve = d_final.contiguous(), batch.solve_precision
         found = run_backward(x, table, state, solve, saved, do, d_final)
-        pairs = zip(found[:6], given[:6], strict=True)
-        grads = [d if t is None else sum_to(d, t) for d, t in pairs]
-        return Gradients(*[*grads, found.state])
+        return found._replace(g=sum_to(found.g, given.g))
 
 
 def run_backward(

@@ -295,7 +295,7 @@ def gradient_at_once(
     between: list[Tensor],
     blocks: bool,
 ) -> list[Tensor]:
-    """The same by one kernel, and one for deep rows: of each value head alone."""
+    """The same by one kernel and one for deep rows, of each value head alone, and summed."""
     assert A is not None
     heads = x.v.shape[1]
     deep = spread(deep, heads, 1)
@@ -303,11 +303,10 @@ def gradient_at_once(
         x, A, deep, table.start, table.length, do, between, blocks, run=not compiling()
     )
     between.clear()
-    dq, dk, dv, dg, db, dw = found
+    dq, dk, _, dg, db, _ = found
     # all channels by one program: a gate for all of them has no room for several sums
-    grads = dq, dk, dg, db
-    deep_gradient(x, deep, table, scores, grads, x.k.shape[2], heads, whole=False)
-    return [dq, dk, dv, dg, db, dw]
+    deep_gradient(x, deep, table, scores, (dq, dk, dg, db), x.k.shape[2], heads, whole=False)
+    return [d if t is None else sum_to(d, t) for d, t in zip(found, x[:6], strict=True)]
 
 
 def gradient_values(

@@ -23,17 +23,17 @@ def sum_to(partial: Tensor, like: Tensor) -> Tensor:
 
 
 def sum_heads(partial: Tensor, like: Tensor) -> Tensor:
-    """Sum over heads that share one; what is half as wide as fp32 is summed in fp32."""
+    """Sum over heads that share one, bf16 and fp16 in fp32."""
     heads = like.shape[1]
     if partial.device.type == "cuda" and not trusted(NAME, partial.device):
         return partial.unflatten(1, (heads, -1)).sum(2)
-    rows, width = len(partial) * heads, partial.shape[2]
+    count, width = len(partial) * heads, partial.shape[2]
     to = like.new_empty(len(partial), heads, width)
-    at_once = max(1, ELEMENTS // triton.next_power_of_2(width))
-    over(sum_heads_kernel, triton.cdiv(rows, at_once))(
-        partial.contiguous(), to, rows,
-        SHARING=partial.shape[1] // heads, WIDTH=width, ROWS=triton.next_power_of_2(at_once),
-        COLUMNS=triton.next_power_of_2(width),
+    columns = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS // columns)
+    over(sum_heads_kernel, triton.cdiv(count, rows))(
+        partial.contiguous(), to, count,
+        SHARING=partial.shape[1] // heads, WIDTH=width, ROWS=rows, COLUMNS=columns,
         ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32, num_warps=WARPS,
     )  # fmt: skip
     return to

@@ -1,8 +1,7 @@
 """The whole operator by the CUDA kernels, emulated on the CPU, where heads share some of their operands."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,15 +43,14 @@ CASES = {
 }
 
 
+Compile = Callable[[str, tuple[tuple[str, int], ...]], Emulated]
+
+
 class Kernels:
     """The CUDA kernels as `loaded` gives them; `started` has the names of those that ran."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, set[str]()
-        self.compiled = cache(self.compile)
-
-    def compile(self, kernel: str, sizes: tuple[tuple[str, int], ...]) -> Emulated:
-        return Emulated(self.folder, kernel, ARGUMENTS[kernel], **dict(sizes))
+    def __init__(self, compiled: Compile) -> None:
+        self.compiled, self.started = compiled, set[str]()
 
     def loaded(self, kernel: str, x: Operands, **also: int) -> Callable[..., None]:
         sizes = launch.macros(kernel, x) | also | {"PROGRAMS": 1}
@@ -61,20 +59,26 @@ class Kernels:
         def start(programs: int, *given: Tensor | float | None) -> None:
             numbers = [y for y in given if isinstance(y, int | float)]
             self.started.add(kernel)
-            emulated(programs, [*given[: len(given) - len(numbers)]], *numbers)  # type: ignore[list-item, arg-type]
+            emulated(programs, given[: len(given) - len(numbers)], *numbers)  # type: ignore[arg-type]
 
         return start
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    folder = tmp_path_factory.mktemp("shared")
+
+    @cache
+    def compiled(kernel: str, sizes: tuple[tuple[str, int], ...]) -> Emulated:
+        return Emulated(folder, kernel, ARGUMENTS[kernel], **dict(sizes))
+
+    return compiled
 
 
 @pytest.fixture
-def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+def emulated(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """CPUs are taken for Hoppers with two multiprocessors."""
-    made = Kernels(folder)
+    made = Kernels(compiled)
     monkeypatch.setattr(launch, "is_usual", lambda x, chunk: x.q.shape[2] in PROGRAMS)
     monkeypatch.setattr(launch, "capability", lambda device: launch.HOPPER)
     monkeypatch.setattr(launch, "ready", lambda *_, **__: True)
@@ -82,17 +86,17 @@ def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]
     monkeypatch.setattr(gradient, "multiprocessors", lambda device: 2)
     for module in (intra, gradient, scan):
         monkeypatch.setattr(module, "loaded", made.loaded)
-    yield made
+    return made
 
 
 @needs_compiler
-@pytest.mark.parametrize("keep", ["states", "factors"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients(name: str, keep: str, emulated: Kernels) -> None:
+def test_results_and_gradients(name: str, emulated: Kernels) -> None:
     case = CASES[name]
     expected = run(case, "reference", torch.float64).named()
-    for quantity, found in kernels(case, keep).named().items():
-        assert relative_error(found, expected[quantity]) < TOLERANCE, quantity
+    for keep in ("states", "factors"):
+        for quantity, found in kernels(case, keep).named().items():
+            assert relative_error(found, expected[quantity]) < TOLERANCE, (keep, quantity)
     group = GROUP_GRADIENT if case.d_k == 128 else GRADIENT
     assert emulated.started == {INTRA, FORWARD, BACKWARD, group}
 
