@@ -41,10 +41,24 @@ def in_blocks(x: Operands, chunk: int) -> bool:
     """
     if not suits(x, chunk) or capability(x.q.device) != HOPPER:
         return False
-    blocks = {"BLOCKS": 1}
-    needed = [(INTRA, blocks), (FORWARD, {}), (BACKWARD, {}), (gradient_of_blocks(x), blocks)]
+    needed = kernels_of_blocks(x)
     compile_together([key_of(kernel, x, also) for kernel, also in needed])
     return all(ready(kernel, x, **also) for kernel, also in needed)
+
+
+def come_later(x: Operands, chunk: int) -> bool:
+    """Whether those kernels cannot be loaded now, while a graph is captured, but may be in a later call."""
+    if not suits(x, chunk) or capability(x.q.device) != HOPPER:
+        return False
+    if not torch.cuda.is_current_stream_capturing():
+        return False
+    return any(key_of(kernel, x, also) not in _kernels for kernel, also in kernels_of_blocks(x))
+
+
+def kernels_of_blocks(x: Operands) -> list[tuple[str, dict[str, int]]]:
+    """The kernels, and further macros."""
+    blocks = {"BLOCKS": 1}
+    return [(INTRA, blocks), (FORWARD, {}), (BACKWARD, {}), (gradient_of_blocks(x), blocks)]
 
 
 def gradient_of_blocks(x: Operands) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from gdn2.ops.cuda.launch import aligned, in_blocks
+from gdn2.ops.arguments import require
+from gdn2.ops.cuda.launch import aligned, come_later, in_blocks
 from gdn2.ops.operands import Operands
 from gdn2.ops.pipeline import Batch, Gradients
 from gdn2.ops.triton import ahead, overlap, plain, scans, stages
@@ -22,8 +23,14 @@ def forward(
     """Output [L, H_v, d_v], final state [N, H_v, d_k, d_v], and what the backward keeps."""
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
         table, state = table_of(x, batch), state.contiguous()
-        x = widened(contiguous(x), table.size)
-        solve = batch.solve_precision
+        x = contiguous(x)
+        if keeps_factors(
+            x, table.size, keep
+        ):  # the backward expects them as kernels loaded by then make them
+            said = "False in a first call that a CUDA graph captures"
+            expected = "a call before, in which the kernels are loaded"
+            require(not come_later(wide(x), table.size), "recompute", said, expected)
+        x, solve = widened(x, table.size), batch.solve_precision
         ahead.compile_together(
             kind_of(x, table, solve, keep),
             x.k.device,
@@ -131,11 +138,16 @@ def contiguous(x: Operands) -> Operands:
 
 def widened(x: Operands, chunk: int) -> Operands:
     """Decays of a head for each channel where its erase gates are, if CUDA kernels do it all then; else x as it is."""
+    y = wide(x)
+    return x if y is x or not in_blocks(y, chunk) else y._replace(g=y.g.contiguous())
+
+
+def wide(x: Operands) -> Operands:
+    """Where erase gates are for each channel, decays seen so too."""
     width = x.k.shape[2]
     if x.b is None or x.g.shape[2] == width or x.b.shape[2] < width:
         return x
-    wide = x._replace(g=x.g.expand(-1, -1, width))
-    return wide._replace(g=wide.g.contiguous()) if in_blocks(wide, chunk) else x
+    return x._replace(g=x.g.expand(-1, -1, width))
 
 
 def enlarged(batch: Batch) -> Batch:

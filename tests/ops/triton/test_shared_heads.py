@@ -84,6 +84,7 @@ def emulated(compiled: Compile, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setattr(launch, "ready", lambda *_, **__: True)
     monkeypatch.setattr(launch, "compile_together", lambda keys: None)
     monkeypatch.setattr(gradient, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in (intra, gradient, scan):
         monkeypatch.setattr(module, "loaded", made.loaded)
     return made
@@ -100,6 +101,23 @@ def test_results_and_gradients(name: str, keep: str, emulated: Kernels) -> None:
         assert relative_error(found, expected[quantity]) < TOLERANCE, quantity
     group = GROUP_GRADIENT if case.d_k == 128 else GRADIENT
     assert emulated.started == {INTRA, FORWARD, BACKWARD, group}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", ["keys", "decays of a head"])
+def test_factors_are_kept_as_the_backward_will_read_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no first call that keeps them is captured, when nothing can be loaded."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    message = (
+        "recompute: got False in a first call that a CUDA graph captures, "
+        "expected a call before, in which the kernels are loaded"
+    )
+    with pytest.raises(ValueError, match=message):
+        kernels(CASES[name], "factors")
+    assert kernels(CASES[name], "states").o.isfinite().all()
 
 
 def packed(heads: tuple[int, int, int], g_width: int, b_width: int | None) -> Operands:
