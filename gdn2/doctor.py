@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from gdn2.bench import timing
-from gdn2.bench.timing import OPTIONAL, Machine
+from gdn2.bench.machine import OPTIONAL, Machine, describe_machine
 from gdn2.ops import trust
 from gdn2.ops.backends import BACKENDS, RULE, why_not
 from gdn2.ops.cuda import band
@@ -87,7 +87,7 @@ def diagnose(device_name: str | None = None) -> Report:
     still = {name: what for name, what in suspects.items() if name in unknown}
     file = remember(device, kernels, checkups, still) if kernels else None
     found = (parts(device), kernels, checkups, file, tuple(unchecked))
-    return Report(timing.describe_machine(), str(device), *found)
+    return Report(describe_machine(), str(device), *found)
 
 
 def answers(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gdn2.bench import timing
+from gdn2.bench.machine import OPTIONAL, describe_machine
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
     with timing.use_threads(before + 1):
         assert torch.get_num_threads() == before + 1
-        assert timing.describe_machine().threads == before + 1
+        assert describe_machine().threads == before + 1
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="threads: got 0, expected at least 1"):
         timing.use_threads(0).__enter__()
@@ -94,13 +95,13 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch finds no CUDA GPU"):
         timing.find_device("cuda")
-    assert timing.describe_machine().gpus == ()
+    assert describe_machine().gpus == ()
 
 
 def test_the_machine_is_this_one() -> None:
-    machine = timing.describe_machine()
+    machine = describe_machine()
     assert machine.versions["torch"] == torch.__version__
-    assert set(timing.OPTIONAL) < set(machine.versions)
+    assert set(OPTIONAL) < set(machine.versions)
     assert machine.threads == torch.get_num_threads()
     assert machine.memory_gib is None or machine.memory_gib > 0.1
     assert machine.cpu

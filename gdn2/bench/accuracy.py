@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gdn2.bench import forms, timing
 from gdn2.bench.forms import Operands, Sizes
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.operator import Shape
 from gdn2.bench.peers import Operator, find_peers
-from gdn2.bench.timing import DTYPES, Machine
+from gdn2.bench.timing import DTYPES
 from gdn2.ops.arguments import SOLVE_PRECISIONS, new_state
 from gdn2.ops.backends import choose, using
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step
@@ -147,7 +148,7 @@ def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Re
     if plan.peers:
         peers, notes = find_peers(plan.device, packed=False, form="gdn2")
         variants |= {name: peer for name, peer in peers.items() if name.startswith(PEER)}
-    result = Result(plan, timing.describe_machine(), (), tuple(notes))
+    result = Result(plan, describe_machine(), (), tuple(notes))
     exact = _output_of(partial(gated_delta_rule, backend="torch"))
     for decay in plan.decays:
         operands = make_operands(plan, decay)

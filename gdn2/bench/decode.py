@@ -15,8 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 from gdn2.bench import operator, timing
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.tables import new_table
-from gdn2.bench.timing import DTYPES, Machine, Timing
+from gdn2.bench.timing import DTYPES, Timing
 from gdn2.ops.arguments import MAX_WIDTH
 from gdn2.ops.backends import why_not
 from gdn2.ops.rule import gated_delta_step
@@ -125,7 +126,7 @@ def run(plan: Plan) -> Result:
         notes += [note for note in missing if note not in notes]
         timings = timing.measure_together(calls, plan.device, seconds=plan.seconds)
         rows += make_rows(shape, {n: per_step(t, len(states)) for n, t in timings.items()}, states)
-    return Result(plan, timing.describe_machine(), tuple(rows), tuple(notes))
+    return Result(plan, describe_machine(), tuple(rows), tuple(notes))
 
 
 def make_operands(shape: Shape, plan: Plan) -> Operands:

@@ -18,7 +18,7 @@ from typing import Any
 
 import gdn2
 from gdn2.bench.documented import FIGURES, Figure
-from gdn2.bench.timing import describe_machine
+from gdn2.bench.machine import describe_machine
 from gdn2.layers.plain import nearest
 from gdn2.models.files import read_json
 from gdn2.ops.trust import write_at_once

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gdn2.bench import timing
 from gdn2.bench.decode import per_step
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.tables import new_table
-from gdn2.bench.timing import DTYPES, Machine, Timing
+from gdn2.bench.timing import DTYPES, Timing
 from gdn2.layers.joint import lay_side_by_side
 from gdn2.models.decode import Decoding, Steps
 from gdn2.models.folder import open_model
@@ -106,7 +107,7 @@ def run(plan: Plan) -> Result:
     steps = Steps(model)
     sizes = product(plan.batches, plan.contexts)
     rows = tuple(time_one(model, steps, plan, batch, context) for batch, context in sizes)
-    return Result(plan, timing.describe_machine(), rows, steps.eager_because)
+    return Result(plan, describe_machine(), rows, steps.eager_because)
 
 
 def time_one(model: LanguageModel, steps: Steps, plan: Plan, batch: int, context: int) -> Row:

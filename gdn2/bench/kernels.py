@@ -10,12 +10,12 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import operator, timing
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.operator import Plan, Shape
 from gdn2.bench.peers import KEPT, own_operator
 from gdn2.bench.profile import Kernel, cpu_operators, gpu_spans, summed
 from gdn2.bench.profile_report import shortened
 from gdn2.bench.tables import new_table
-from gdn2.bench.timing import Machine
 from gdn2.ops.cuda import launch
 
 REPEATS = {"cpu": 3, "cuda": 30}
@@ -90,7 +90,7 @@ def run(plan: Plan, programs: Sequence[int] = ()) -> Result:
             parts += [
                 Part(shape, name, number, kernels, _of(kernels, spilled)) for name, kernels in found
             ]
-    return Result(plan, timing.describe_machine(), tuple(parts))
+    return Result(plan, describe_machine(), tuple(parts))
 
 
 def _passes(plan: Plan, shape: Shape) -> Iterator[tuple[str, Callable[[], object]]]:

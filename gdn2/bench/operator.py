@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gdn2.bench import forms, timing
 from gdn2.bench.forms import FORMS, SHARING, Operands, Sizes
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.peers import KEPT, Operator, find_peers, own_operator
-from gdn2.bench.timing import DTYPES, Machine, Timing
+from gdn2.bench.timing import DTYPES, Timing
 from gdn2.ops.backends import BACKENDS, choose
 
 PASSES = {"forward": "fwd", "training": "fwd train", "backward": "fwd + bwd"}
@@ -265,7 +266,7 @@ def run(plan: Plan, progress: Callable[[float], None] = lambda done: None) -> Re
     timings = timing.measure_together(calls, plan.device, seconds=plan.seconds, progress=progress)
     rows = [make_row(*key, timings[key], *first[key]) for key in calls]
     beside = "fla" if "fla" in operators and plan.baseline != "reference" else plan.baseline
-    machine = timing.describe_machine()
+    machine = describe_machine()
     return Result(plan, machine, relate(rows, beside), tuple(notes), beside, speed)
 
 

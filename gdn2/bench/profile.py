@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import timing
-from gdn2.bench.timing import Machine
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.trainers import (
     Plan,
     Shape,
@@ -109,7 +109,7 @@ def _profile(
     kernels = summed(spans, plan.steps) if is_gpu else cpu_operators(profiler, plan.steps)
     busy, idle = (x / plan.steps for x in occupation(spans))
     busy = busy if is_gpu else sum(kernel.seconds for kernel in kernels)
-    machine = timing.describe_machine()
+    machine = describe_machine()
     found = (seconds, busy, idle, kernels, tuple(samples), machine)
     return Profile(name, shape, variant, *found)
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from gdn2.bench import timing
-from gdn2.bench.timing import Machine, Timing, measure_together
+from gdn2.bench.machine import Machine, describe_machine
+from gdn2.bench.timing import Timing, measure_together
 from gdn2.bench.trainers import (
     Build,
     Plan,
@@ -111,7 +112,7 @@ def read_plan(
 
 def run(plan: Plan, found: Callable[[Result], None] = lambda so_far: None) -> Result:
     """Time all presets, one after the other; `found` is given what is known whenever there is one more row."""
-    result = Result(plan, timing.describe_machine(), (), ())
+    result = Result(plan, describe_machine(), (), ())
     world = World(0, 1, plan.device, None)
     try:
         for name in plan.presets:

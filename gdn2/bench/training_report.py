@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gdn2.bench.machine import GIB
 from gdn2.bench.tables import new_table
-from gdn2.bench.timing import GIB
 from gdn2.bench.trainers import TWIN, Shape
 from gdn2.bench.training import Result, Row
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gdn2.bench import operator, timing
+from gdn2.bench.machine import Machine, describe_machine
 from gdn2.bench.operator import Plan, Shape
 from gdn2.bench.tables import new_table
-from gdn2.bench.timing import DTYPES, Machine
+from gdn2.bench.timing import DTYPES
 from gdn2.ops.arguments import CHUNK_SIZES
 from gdn2.ops.backends import why_not
 from gdn2.ops.chunk_op import pack
@@ -226,7 +227,7 @@ def tune(
         if not problem:
             found = time_way(kernel, how, stages[kernel], TOLERANCE[plan.dtype], timer)
         trials.append(Trial(kernel, how, False, *found))
-    return Result(shape, plan.dtype, plan.chunk_size, timing.describe_machine(), tuple(trials))
+    return Result(shape, plan.dtype, plan.chunk_size, describe_machine(), tuple(trials))
 
 
 def usual(kernel: str, plan: Plan) -> "Launch":

@@ -26,7 +26,7 @@ from gdn2.bench.accuracy import (
     run,
 )
 from gdn2.bench.accuracy_report import render
-from gdn2.bench.timing import describe_machine
+from gdn2.bench.machine import describe_machine
 from gdn2.cli import app
 from gdn2.ops.backends import in_force
 from gdn2.ops.rule import gated_delta_rule, gated_delta_step

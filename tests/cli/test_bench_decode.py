@@ -13,8 +13,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gdn2 import __version__, gated_delta_step
-from gdn2.bench import decode, timing
+from gdn2.bench import decode
 from gdn2.bench.decode import Plan, Result, Shape
+from gdn2.bench.machine import describe_machine
 from gdn2.bench.timing import Timing
 from gdn2.cli import app
 from tests.closeness import assert_close
@@ -97,7 +98,7 @@ def test_a_sweep_is_printed_by_channels_and_warps() -> None:
     rows = decode.make_rows(shape, took, torch.zeros(1, *shape))
     plan = Plan((shape,), CPU, "fp32", sweep=True)
     console = Console(width=100, record=True)
-    decode.render(Result(plan, timing.describe_machine(), tuple(rows), ()), console)
+    decode.render(Result(plan, describe_machine(), tuple(rows), ()), console)
     lines = [line.split() for line in console.export_text().splitlines()]
     for block in (8, 16, 32):
         cells = [f"{block + warps:.2f}" for warps in decode.WARPS]

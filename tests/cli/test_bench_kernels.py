@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gdn2.bench.kernels import MOST, Part, Result, read_plan, render
+from gdn2.bench.machine import describe_machine
 from gdn2.bench.operator import Shape
 from gdn2.bench.profile import Kernel
-from gdn2.bench.timing import describe_machine
 from gdn2.cli import app
 
 PASSES = ["fwd", "fwd + bwd", "fwd + bwd-no-recompute"]

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gdn2.bench.machine import describe_machine
 from gdn2.bench.profile import (
     Kernel,
     Profile,
@@ -23,7 +24,6 @@ from gdn2.bench.profile import (
     summed,
 )
 from gdn2.bench.profile_report import MOST, render
-from gdn2.bench.timing import describe_machine
 from gdn2.bench.trainers import Shape
 from gdn2.cli import app
 

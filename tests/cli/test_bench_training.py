@@ -22,7 +22,8 @@ from gdn2.bench import (
     training_paper,
     training_report,
 )
-from gdn2.bench.timing import Timing, describe_machine
+from gdn2.bench.machine import describe_machine
+from gdn2.bench.timing import Timing
 from gdn2.bench.trainers import Plan, Shape, Trainer, build_own, random_batch, variants
 from gdn2.bench.training import Result, Row
 from gdn2.cli import app
