@@ -13,32 +13,39 @@ class Figure:
     commands: tuple[str, ...]
 
 
-def _operator(name: str, about: str, options: str) -> Figure:
-    return Figure(name, about, 2, (f"operator --peers --seconds 0.3 {options}",))
+def _operator(name: str, about: str, options: str, minutes: float) -> Figure:
+    """Most of it is fla's tuning."""
+    return Figure(name, about, minutes, (f"operator --peers --seconds 0.3 {options}",))
 
 
 COLD = "first-call"  # whose steps are no speeds
 _USUAL = "--shape 4x4096x16x128x128"
+_PRODUCTS = "products gdn2-1.3b-hybrid --seconds 0.15"
 _TIMED = "--peers --weights bf16,fp32 --no-recompute --steps 5"
 _HYBRIDS = ("mamba2", "gdn", "kda", "mamba3-siso")
 FIGURES = {
     "cuda": (
-        _operator("operator", "The operator at the paper's size", "--suite hopper"),
+        _operator("operator", "The operator at the paper's size", "--suite hopper", 2),
         Figure(
             "training",
-            "Training of the 1.3B hybrid and of the recurrent 1.3B",
-            10,
+            "Training of the 1.3B hybrid",
+            6,
             (  # the products that are chosen lie on the machine: taken elsewhere, they are chosen there
-                "products gdn2-1.3b-hybrid --seconds 0.15",
+                _PRODUCTS,
                 f"training gdn2-1.3b-hybrid {_TIMED}",
-                f"training gdn2-1.3b {_TIMED}",
             ),
         ),
-        Figure("decode", "One token at a time", 1, ("decode --peers",)),
+        Figure(
+            "training-recurrent",
+            "Training of the recurrent 1.3B",
+            6,
+            (_PRODUCTS, f"training gdn2-1.3b {_TIMED}"),
+        ),
+        Figure("decode", "One token at a time", 0.6, ("decode --peers",)),
         Figure(
             "kernels",
             "The operator kernel by kernel, and what registers that do not fit cost",
-            2,
+            1,
             (
                 "kernels --programs 1",
                 "kernels --form kda --programs 1",
@@ -47,11 +54,11 @@ FIGURES = {
                 "kernels --value-heads 32 --programs 1",
             ),
         ),
-        Figure("accuracy", "Errors against fp64", 2, ("accuracy --peers",)),
+        Figure("accuracy", "Errors against fp64", 0.8, ("accuracy --peers",)),
         Figure(
             COLD,
             "The first call and the first training step, nothing compiled",
-            3,
+            2,
             (
                 "operator --shape 4x4096x16x128x128 --seconds 0.3 --cold",
                 "training gdn2-1.3b-hybrid --shape 4x4096 --weights bf16 --steps 1 --cold",
@@ -70,19 +77,20 @@ FIGURES = {
             ("generation gdn2-1.3b --batch 1 --batch 64 --context 1024",),
         ),
         _operator(
-            "packed", "32 documents in 16384 tokens", "--shape 1x16384x16x128x128 --packed 32"
+            "packed", "32 documents in 16384 tokens", "--shape 1x16384x16x128x128 --packed 32", 5
         ),
-        _operator("narrow-heads", "32 heads of width 64", "--shape 4x4096x32x64x64"),
-        _operator("long", "65536 tokens, 4 heads", "--shape 1x65536x4x128x128"),
-        _operator("kda", "KDA: one gate a head", f"{_USUAL} --form kda"),
-        _operator("gdn", "Gated DeltaNet: a decay and a gate a head", f"{_USUAL} --form gdn"),
+        _operator("narrow-heads", "32 heads of width 64", "--shape 4x4096x32x64x64", 3),
+        _operator("long", "65536 tokens, 4 heads", "--shape 1x65536x4x128x128", 3),
+        _operator("kda", "KDA: one gate a head", f"{_USUAL} --form kda", 2.5),
+        _operator("gdn", "Gated DeltaNet: a decay and a gate a head", f"{_USUAL} --form gdn", 1.5),
         _operator(
             "gdn-value-heads",
             "Gated DeltaNet, 32 value heads of 16",
             f"{_USUAL} --form gdn --value-heads 32",
+            2,
         ),
-        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2"),
-        _operator("value-heads", "32 value heads of 16", f"{_USUAL} --value-heads 32"),
+        _operator("mamba2", "Mamba-2: no erase gate", "--shape 4x4096x64x64x64 --form mamba2", 2),
+        _operator("value-heads", "32 value heads of 16", f"{_USUAL} --value-heads 32", 2.5),
         Figure(
             "models",
             "Training of all models of the paper",
