@@ -9,7 +9,7 @@
 #include "scores.cuh"
 
 constexpr int VALUES = V_HEADS / HEADS;  // value heads of a head
-constexpr bool ONE_GATE = D == 128 && B_WIDTH == 1 && W_WIDTH == 1 && G_WIDTH == D;
+constexpr bool ONE_GATE = VALUES == 1 && D == 128 && B_WIDTH == 1 && W_WIDTH == 1 && G_WIDTH == D;
 
 // A to where it goes, and as an operand of products.
 DEVICE void store_inverse(char* memory, const Factors& to, i64 chunk) {
@@ -171,8 +171,10 @@ template <bool FULL> DEVICE void chunk_factors(
 #pragma unroll 1
     for (int n = 1; n < VALUES; n++) {
         __syncthreads();
-        written_values(values, memory, chunk, x, again, n);
-        store_columns(memory + AT_WORK, values, again);
+        const u32 other = forgotten(number);
+        const Place own(other / 32, other % 32);
+        written_values(values, memory, chunk, x, own, n);
+        store_columns(memory + AT_WORK, values, own);
         __syncthreads();
         if (!writes) continue;
         times_inverse(
