@@ -96,6 +96,7 @@ template <bool FULL> struct Chunk {
     template <class T, int BYTES = 2> DEVICE void store(void* operand, int token, int channel, T x) const {
         if (knows(token)) *at<T, BYTES>(operand, token, channel) = x;
     }
+    // One number of a bf16 operand.
     template <int N> DEVICE float number(const void* operand, int token, int channel) const {
         return ::first(load<unsigned short, 2, N>(operand, token, channel));
     }

@@ -24,12 +24,8 @@ def forward(
     with torch.cuda.device_of(x.k):  # a launch goes to the current device
         table, state = table_of(x, batch), state.contiguous()
         x = contiguous(x)
-        if keeps_factors(
-            x, table.size, keep
-        ):  # the backward expects them as kernels loaded by then make them
-            said = "False in a first call that a CUDA graph captures"
-            expected = "a call before, in which the kernels are loaded"
-            require(not come_later(wide(x), table.size), "recompute", said, expected)
+        if keeps_factors(x, table.size, keep):
+            check_loaded(x, table.size)
         x, solve = widened(x, table.size), batch.solve_precision
         ahead.compile_together(
             kind_of(x, table, solve, keep),
@@ -134,6 +130,13 @@ def contiguous(x: Operands) -> Operands:
     given = (x.q, x.k, x.v, x.g, x.b, x.w)
     tensors = (None if t is None else aligned(t.contiguous()) for t in given)
     return Operands(*tensors, x.scale)  # type: ignore[call-arg, arg-type]
+
+
+def check_loaded(x: Operands, chunk: int) -> None:
+    """Refuse to keep factors by Triton's kernels that a backward would read as CUDA kernels make them."""
+    said = "False in a first call that a CUDA graph captures"
+    expected = "a call before, in which the kernels are loaded"
+    require(not come_later(wide(x), chunk), "recompute", said, expected)
 
 
 def widened(x: Operands, chunk: int) -> Operands:
